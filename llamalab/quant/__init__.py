@@ -1,0 +1,1 @@
+"""Low-bit arithmetic. Acts on tensors and `nn.Linear`; never imports the model."""
