@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 IGNORE = -100
 
 #: Largest block of logits, in bytes. Larger blocks make fewer passes over the head's gradient, and cost memory.
-LOGITS_BYTES = {"cpu": 96 << 20, "cuda": 512 << 20}
+LOGITS_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}
 
 #: Up to this many chunks the head's gradient is summed in the compute dtype. Each bf16 addition rounds once, by at
 #: most 2^-9 of the sum so far, as adding one more micro-batch to `.grad` does; beyond, small parts would be lost.
@@ -109,7 +109,7 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Loss sum, and its gradients by hidden [N, D] and by weight [V, D], those that are wanted."""
     chunks = hidden.split(chunk or _default_chunk(hidden, len(weight)))
-    narrow = len(chunks) <= NARROW_SUMS
+    narrow = len(chunks) <= NARROW_SUMS or weight.dtype == torch.float32
     total = hidden.new_zeros((), dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden) if want_hidden else None
     grad_weight = None
