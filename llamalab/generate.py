@@ -304,6 +304,11 @@ def stream_text(tokenizer, tokens: Iterable[int], stop_strings: Sequence[str] = 
         yield piece
 
 
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens a and b begin with in common: what of a conversation a kept cache holds already."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
 # --- checks and set-up ------------------------------------------------------------------------------------
 
 
