@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llamalab.attention import attend, document_positions, windowed_attention
 from llamalab.cache import KVCache, QuantizedKVCache
 from llamalab.config import ModelArgs, find_multiple
 from llamalab.errors import UserError
@@ -236,12 +237,13 @@ class TransformerBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; wqkv is the fused projection, its rows Q then K then V."""
+    """Grouped-query attention; wqkv is the fused projection, its rows Q, then K, then V."""
 
     def __init__(self, config: ModelArgs) -> None:
         super().__init__()
         self.n_head, self.n_local_heads, self.head_dim = config.n_head, config.n_local_heads, config.head_dim
         self.sliding_window = config.sliding_window
+        self.attend = attend  # see attention.py for the others
         kv_dim = self.n_local_heads * self.head_dim
         self.sizes = [self.n_head * self.head_dim, kv_dim, kv_dim]
         self.wqkv = nn.Linear(config.dim, sum(self.sizes), bias=config.qkv_bias)
@@ -264,7 +266,7 @@ class Attention(nn.Module):
         if mask is None and self.sliding_window is not None and x.shape[1] > self.sliding_window:
             y = windowed_attention(q, k, v, self.sliding_window)
         else:
-            y = attend(q, k, v, mask)
+            y = self.attend(q, k, v, mask)
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
@@ -293,32 +295,6 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention, causal where no mask is given. q [B, H, T, D]; k, v [B, Hkv, S, D], shared by H/Hkv queries, not copied."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def windowed_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Causal attention to the last `window` tokens in linear memory: blocks of `window` queries see two blocks of keys."""
-    T, out = q.shape[2], []
-    distance = torch.arange(window, device=q.device)[:, None] + window - torch.arange(2 * window, device=q.device)
-    mask = (distance >= 0) & (distance < window)  # [window, 2 window]; shared by all blocks but the first
-    for start in range(0, T, window):
-        stop, first = min(start + window, T), max(start - window, 0)
-        block_mask = mask[: stop - start, 2 * window - window - (start - first) : window + stop - start]
-        out.append(attend(q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], block_mask))
-    return torch.cat(out, dim=2)
-
-
-def document_positions(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """First index of each token's document, and its position in it. documents [B, T] -> two [B, T] int64."""
-    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    starts = torch.where(begins, at, 0).cummax(dim=1).values
-    return starts, at - starts
 
 
 def fuse_qkv(module: Attention, state: dict[str, Tensor], prefix: str, *_) -> None:

@@ -8,6 +8,8 @@ from functools import partial
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from llamalab.attention import blocked_attention
+
 
 def swap_linears(
     model: nn.Module, make: Callable[[str, nn.Linear], nn.Module | None], skip: tuple[str, ...] = ("output",)
@@ -68,3 +70,10 @@ def compile_blocks_(model: nn.Module, **options) -> nn.Module:
     return model
 
 
+
+
+def block_attention_(model: nn.Module) -> nn.Module:
+    """Use `attention.blocked_attention` for training: worth it in compiled bf16 on a CPU, nowhere else."""
+    for layer in model.layers:
+        layer.attention.attend = blocked_attention
+    return model
