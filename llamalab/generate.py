@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from llamalab.errors import UserError
+from llamalab.tokenizer import Tokenizer
 
 CHUNK = 512  # prompt tokens per forward: bounds the mask [CHUNK, cache length] and the activations
 
@@ -83,7 +84,7 @@ def generate(
     seed: int | Sequence[int] | None = None,
     stop_ids: Iterable[int] = (),
     stop_strings: Sequence[str] = (),
-    tokenizer=None,
+    tokenizer: Tokenizer | None = None,
     caches: Sequence[nn.Module] | None = None,
     cached: int = 0,
     chunk: int = CHUNK,
@@ -248,15 +249,21 @@ class TextStream:
 
     Text that might be the beginning of a stop string is held back until it is known not to be. The stop that
     is complete first wins (of two that end together, the longer), however the text is cut into tokens.
+
+    Args:
+        after: tokens the text continues, so that it is decoded as their continuation. Sentencepiece drops the
+            space before a text's first word; without `after`, it would drop the one between prompt and answer.
     """
 
-    def __init__(self, tokenizer, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         if "" in stop_strings:
             raise UserError("a stop string must not be empty")
         self.stopped = False
         self._stops = tuple(stop_strings)
         self._tokens = tokenizer.stream()
         self._held = ""
+        for token in after:
+            self._tokens.push(token)
 
     def push(self, token: int) -> str:
         """Text that is now certain; "" while a character or a stop string is incomplete, and after a stop."""
@@ -292,9 +299,11 @@ class TextStream:
         return any(stop.startswith(tail) for stop in self._stops)
 
 
-def stream_text(tokenizer, tokens: Iterable[int], stop_strings: Sequence[str] = ()) -> Iterator[str]:
-    """The text of `generate(...)`, piece by piece, up to the first stop string; joined, it is the whole text."""
-    text = TextStream(tokenizer, stop_strings)
+def stream_text(
+    tokenizer: Tokenizer, tokens: Iterable[int], stop_strings: Sequence[str] = (), after: Sequence[int] = ()
+) -> Iterator[str]:
+    """The text of `generate(...)`, piece by piece, up to the first stop string; joined, it is the whole text. See `TextStream`."""
+    text = TextStream(tokenizer, stop_strings, after)
     for token in tokens:
         if piece := text.push(token):
             yield piece

@@ -8,36 +8,19 @@ import warnings
 import pytest
 import torch
 from reference import reference_logits
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from llamalab.config import RopeScaling
 from llamalab.errors import UserError
-from llamalab.generate import Sampling, TextStream, generate, inference, prefill, sample, stream_text, warp
+from llamalab.generate import Sampling, TextStream, common_prefix, generate, inference, prefill, sample, stream_text, warp
+from llamalab.tokenizer import load_tokenizer
 
 PROMPTS = [[5, 80, 33], [7, 1, 0, 44, 96, 12, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 90, 91]]  # 3, 7 and 12 tokens
 NEW = 20
 
 
-class Letters:
-    """A tokenizer of single bytes, the shape `llamalab.tokenizer` gives; characters may span tokens."""
-
-    eos_ids = (1,)
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids) -> str:
-        return bytes(ids).decode(errors="replace")
-
-    def stream(self):
-        import codecs
-
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-        class Stream:
-            push = staticmethod(lambda token: decoder.decode(bytes([token])))
-            flush = staticmethod(lambda: decoder.decode(b"", final=True))
-
-        return Stream()
+BYTES = load_tokenizer("bytes")  # id = byte; characters span tokens
 
 
 def greedy_by_reference(model, prompt: list[int], new: int) -> list[int]:
@@ -397,8 +380,8 @@ def test_every_source_of_end_ids(tiny, source):
     elif source == "second of config":
         model.config.eos_token_ids = (next(i for i in range(97) if i not in run), end)
     elif source == "tokenizer":
-        how["tokenizer"] = Letters()
-        how["tokenizer"].eos_ids = (end,)
+        how["tokenizer"] = load_tokenizer("bytes")
+        how["tokenizer"].eos_ids = (next(i for i in range(97) if i not in run), end)
     else:
         how["stop_ids"] = [end]
     assert list(generate(model, PROMPTS[0], NEW, **how)) == right
@@ -435,7 +418,7 @@ def test_stop_strings_equal_one_shot_for_every_cut():
     for _ in range(3000):
         text = "".join(rng.choice("abé😀") for _ in range(rng.randint(0, 14)))
         stops = ["".join(rng.choice("abé") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
-        pieces = list(stream_text(Letters(), text.encode(), stops))
+        pieces = list(stream_text(BYTES, text.encode(), stops))
         assert "".join(pieces) == until_stop(text, stops)
         assert "" not in pieces and not any("\ufffd" in piece for piece in pieces)
         stopped += until_stop(text, stops) != text
@@ -443,30 +426,45 @@ def test_stop_strings_equal_one_shot_for_every_cut():
 
 
 def test_text_is_held_back_no_longer_than_needed():
-    text = TextStream(Letters(), ["</s>", "\n\n"])
+    text = TextStream(BYTES, ["</s>", "\n\n"])
     assert [text.push(b) for b in b"a<b\n</"] == ["a", "", "<b", "", "\n", ""]
     assert text.flush() == "</"
     with pytest.raises(UserError, match="empty"):
-        TextStream(Letters(), [""])
+        TextStream(BYTES, [""])
 
 
 def test_broken_characters_stream_as_they_decode():
     """A16: split characters wait for their end; truly invalid bytes come out as the one-shot decode has them."""
     for data in ("aé😀".encode(), b"a\xff" + "👩‍👧é".encode() + b"\xf0\x9f", b"\xc3"):
-        pieces = list(stream_text(Letters(), data))
-        assert "".join(pieces) == Letters().decode(data)
-    assert list(stream_text(Letters(), "aé😀".encode())) == ["a", "é", "😀"]
+        pieces = list(stream_text(BYTES, data))
+        assert "".join(pieces) == BYTES.decode(data)
+    assert list(stream_text(BYTES, "aé😀".encode())) == ["a", "é", "😀"]
+
+
+def test_text_after_a_prompt_keeps_its_space(tmp_path):
+    """Sentencepiece: the text of an answer is what the whole decodes to, minus what the prompt decodes to."""
+    backend = Backend(models.WordLevel({"<unk>": 0, "\u2581Once": 1, "\u2581upon": 2, "on": 3}, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode([1, 2]) == "Once upon"
+    assert "".join(stream_text(tokenizer, [2, 3], after=[1])) == " uponon"
+    assert "".join(stream_text(tokenizer, [2, 3])) == "uponon"
+
+
+def test_common_prefix():
+    assert [common_prefix(a, b) for a, b in [([], [1]), ([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 5, 3]), ([4], [5])]] == [0, 2, 1, 0]
 
 
 def test_stop_strings_end_generation(tiny):
     model = tiny(vocab_size=256)  # bytes
     solo = [list(generate(model, p, NEW)) for p in PROMPTS]
-    texts = [Letters().decode(run) for run in solo]
+    texts = [BYTES.decode(run) for run in solo]
     stop = texts[1][5:7]
     assert stop and stop not in texts[0] + texts[2]
-    got = columns(generate(model, PROMPTS, NEW, tokenizer=Letters(), stop_strings=[stop]))
+    got = columns(generate(model, PROMPTS, NEW, tokenizer=BYTES, stop_strings=[stop]))
     assert [got[0], got[2]] == [solo[0], solo[2]] and len(got[1]) < NEW
-    assert Letters().decode(solo[1]).startswith(Letters().decode(got[1]))
-    assert "".join(stream_text(Letters(), generate(model, PROMPTS[1], NEW), [stop])) == until_stop(texts[1], [stop])
+    assert BYTES.decode(solo[1]).startswith(BYTES.decode(got[1]))
+    assert "".join(stream_text(BYTES, generate(model, PROMPTS[1], NEW), [stop])) == until_stop(texts[1], [stop])
     with pytest.raises(UserError, match="tokenizer"):
         generate(model, PROMPTS[1], NEW, stop_strings=["x"])

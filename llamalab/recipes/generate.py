@@ -77,7 +77,7 @@ def main(cfg: Config) -> None:
         ids = tokenizer.encode(prompt)
     if not ids and tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id]  # an empty prompt: the model starts a text of its own
-    text = TextStream(tokenizer, cfg.stop)
+    text = TextStream(tokenizer, cfg.stop, after=() if cfg.chat else ids)
     model = load_model(cfg.model, pick_device(cfg.device), pick_dtype(cfg.dtype))
     tokens = generate(model, ids, cfg.max_new_tokens, seed=cfg.seed, tokenizer=tokenizer, **how)
 
