@@ -338,12 +338,20 @@ _GGUF_STRING, _GGUF_ARRAY = 8, 9
 
 
 def gguf_metadata(path: str | Path) -> dict[str, Any]:
-    """Key/value metadata at the head of a GGUF file (versions 2 and 3); arrays as lists. The tensors are not touched.
+    """Key/value metadata at the head of a GGUF file; see `gguf_head`."""
+    return gguf_head(path)[0]
+
+
+def gguf_head(path: str | Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
+    """Metadata and tensor directory of a GGUF file (versions 2 and 3). The tensors are not touched.
 
     Same values as `gguf.GGUFReader`, which takes seconds for a large vocabulary because it makes a numpy view of each string.
 
+    Returns:
+        metadata by key, arrays as lists; (shape, ggml type, first byte in the file) by tensor name, shape in torch's order.
+
     Raises:
-        UserError: not GGUF, another version or byte order, or cut off inside the metadata.
+        UserError: not GGUF, another version or byte order, cut off before the tensors, or a tensor named twice.
     """
     with open(path, "rb") as file:
         head = file.read(24)
@@ -351,14 +359,14 @@ def gguf_metadata(path: str | Path) -> dict[str, Any]:
             raise UserError(f"{path} is not a GGUF file (it begins with {head[:4]!r})")
         if len(head) < 24:
             raise UserError(f"{path} is cut off: {len(head)} bytes")
-        version, _, count = struct.unpack("<IQQ", head[4:])
+        version, tensors, count = struct.unpack("<IQQ", head[4:])
         if version not in (2, 3):
             raise UserError(f"{path}: GGUF version {version} is not supported (2 and 3 are, in little-endian order)")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read_metadata(data, count, str(path))
+            return _read_head(data, count, tensors, str(path))
 
 
-def _read_metadata(data: mmap.mmap, count: int, name: str) -> dict[str, Any]:
+def _read_head(data: mmap.mmap, count: int, tensors: int, name: str) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
     at = 24
 
     def numbers(letter: str, n: int = 1) -> tuple:
@@ -384,8 +392,15 @@ def _read_metadata(data: mmap.mmap, count: int, name: str) -> dict[str, Any]:
         return numbers(_GGUF_NUMBERS[kind])[0]
 
     try:
-        return {string(): value(numbers("I")[0]) for _ in range(count)}
+        metadata = {string(): value(numbers("I")[0]) for _ in range(count)}
+        infos = [(string(), numbers("Q", numbers("I")[0])[::-1], *numbers("I"), *numbers("Q")) for _ in range(tensors)]
     except (struct.error, OverflowError, MemoryError, RecursionError):
         raise UserError(f"{name} is cut off or damaged inside its metadata (at byte {at})") from None
     except KeyError as error:
         raise UserError(f"{name} holds metadata of unknown type {error}") from None
+    alignment = metadata.get("general.alignment", 32)
+    data_begin = -(-at // alignment) * alignment
+    directory = {tensor: (shape, kind, data_begin + offset) for tensor, shape, kind, offset in infos}
+    if len(directory) != len(infos):
+        raise UserError(f"{name} names a tensor more than once")
+    return metadata, directory
