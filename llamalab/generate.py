@@ -136,23 +136,20 @@ def generate(
         _ensure_table(model, longest + max_new_tokens)
         device = model.tok_embeddings.weight.device
         seen = _tokens_seen(rows, model.config.vocab_size, device) if repetition_penalty != 1 else None
-        at = [len(row) for row in rows]  # position of each row's newest token, once it is drawn
-        done = [False] * len(rows)
-        tokens: list[int] = []
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        done, drawn = [False] * len(rows), None
         for step in range(max_new_tokens):
             with inference(model):
-                if step == 0:
+                if drawn is None:
                     logits = prefill(model, rows, held, cached, chunk)
                 else:
-                    logits = decode_one(model, torch.tensor(tokens, device=device), torch.tensor(at, device=device), held)
-                    at = [position + (not finished) for position, finished in zip(at, done)]
-                tokens = sample(logits, sampling, generators, seen).tolist()
+                    logits = decode_one(model, drawn.to(device), lengths + step - 1, held)
+                drawn = sample(logits, sampling, generators, seen)
+            tokens = drawn.tolist()
             for b, token in enumerate(tokens):
-                if not done[b]:
+                if not done[b]:  # a finished row runs on in its own slots, unheard
                     done[b] = token in ends or (texts is not None and texts[b].ends_with(token))
-                if done[b]:
-                    tokens[b] = 0  # a finished row stands still: any token, always at the same position
-                elif seen is not None:
+                if seen is not None:
                     seen[b, token] = True
             if all(done):
                 return
@@ -205,9 +202,9 @@ def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
         return scores.argmax(-1)  # documented to be the first of equal maxima
     mass = scores.softmax(-1).cumsum(-1, dtype=torch.float64)  # [B, V]
     uniform = torch.stack([torch.rand(1, dtype=torch.float64, generator=g) for g in generators]).to(mass.device)  # [B, 1] in [0, 1)
-    # Strictly below the total even after rounding, so that the first entry above it exists and has probability > 0.
-    point = uniform * mass[:, -1:] * (1 - 2**-48)
-    return torch.searchsorted(mass, point, right=True).squeeze(-1)
+    # torch.rand is at most 1 - 2^-53, and any number times that rounds to a smaller one: some entry is above the product,
+    # and the first such has probability > 0.
+    return torch.searchsorted(mass, uniform * mass[:, -1:], right=True).squeeze(-1)
 
 
 def warp(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:

@@ -128,7 +128,8 @@ def test_quantized_caches(tiny):
 
 def test_nothing_of_the_caller_changes(tiny):
     model = tiny()
-    model.setup_caches(2, 16)
+    model.reset_caches()
+    model.setup_caches(2, 16)  # shorter than what will be generated
     own, table = model.caches, model.max_seq_length
     before = list(generate(model, PROMPTS[0], NEW))
     model.train()
@@ -411,15 +412,30 @@ def until_stop(text: str, stops: list[str]) -> str:
     return text
 
 
+class Words:
+    """A tokenizer whose tokens are their texts, of any length."""
+
+    def stream(self) -> Words:
+        return self
+
+    def push(self, word: str) -> str:
+        return word
+
+    def flush(self) -> str:
+        return ""
+
+
 def test_stop_strings_equal_one_shot_for_every_cut():
-    """Random texts over few letters, so that stops and false beginnings abound; pieces never go past a stop."""
+    """Random texts over few letters, so that stops and false beginnings abound, in bytes and in words; pieces never go past a stop."""
     rng = random.Random(0)
     stopped = 0
     for _ in range(3000):
         text = "".join(rng.choice("abé😀") for _ in range(rng.randint(0, 14)))
         stops = ["".join(rng.choice("abé") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
         pieces = list(stream_text(BYTES, text.encode(), stops))
-        assert "".join(pieces) == until_stop(text, stops)
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 4)))
+        words = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+        assert "".join(pieces) == "".join(stream_text(Words(), words, stops)) == until_stop(text, stops)
         assert "" not in pieces and not any("\ufffd" in piece for piece in pieces)
         stopped += until_stop(text, stops) != text
     assert 500 < stopped < 2500  # both outcomes were tried
