@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 import torch._functorch.config
@@ -57,8 +56,13 @@ def split_qkv(attention: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 
 def checkpoint_blocks_(model: nn.Module) -> nn.Module:
     """Keep only each block's input for backward and compute the rest again there (arXiv:1604.06174)."""
+
+    def recompute(forward: Callable) -> Callable:
+        # a closure, not functools.partial, which torch.compile does not recognise as checkpointing
+        return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
     for layer in model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = recompute(layer.forward)
     return model
 
 
