@@ -256,14 +256,10 @@ def checkpointed_and_compiled_(model):
     return eager_compiled_(surgery.checkpoint_blocks_(model))
 
 
-WRAPS = [plain_, surgery.checkpoint_blocks_, eager_compiled_]
-BOTH = pytest.param(
-    checkpointed_and_compiled_,
-    marks=pytest.mark.xfail(strict=True, reason="checkpoint_blocks_ installs a functools.partial, which dynamo does not trace as a frame"),
-)
+WRAPS = [plain_, surgery.checkpoint_blocks_, eager_compiled_, checkpointed_and_compiled_]
 
 
-@pytest.mark.parametrize("wrap", [*WRAPS, BOTH])
+@pytest.mark.parametrize("wrap", WRAPS)
 def test_wrapped_models_train_alike_and_save_the_same_names(wrap, tmp_path):
     straight, wrapped = tiny(), wrap(tiny())
     for model in (straight, wrapped):
