@@ -18,6 +18,7 @@ from llamalab.model import Transformer
 def one_thread() -> None:
     """One thread unless OMP_NUM_THREADS says otherwise: tiny tensors gain nothing from more."""
     if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"  # also for processes that tests start, and for runtime.set_threads()
         torch.set_num_threads(1)
 
 

@@ -78,7 +78,7 @@ def imports(source: str, known: set[str], at_import: bool = False) -> Iterator[s
 
 
 def wrong_arrows(sources: dict[str, str]) -> list[str]:
-    """Imports from a lower row, and recipes that import each other."""
+    """Imports from a lower row, and recipes that import each other. (A module without a row is another test's matter.)"""
     wrong = []
     for name, source in sources.items():
         for target in imports(source, set(sources)):
@@ -86,13 +86,14 @@ def wrong_arrows(sources: dict[str, str]) -> list[str]:
                 continue
             target = target.removeprefix("llamalab.")
             between_recipes = name.startswith("recipes.") and target.startswith("recipes.")
-            if row_of(target) > row_of(name) or between_recipes:
+            rows = row_of(name), row_of(target)
+            if None not in rows and rows[1] > rows[0] or between_recipes:
                 wrong.append(f"{name} -> {target}")
     return wrong
 
 
 def test_every_module_has_a_row():
-    assert [name for name in modules() if row_of(name) is None] == []
+    assert [name for name in modules() if row_of(name) is None] == [], f"add it to the rows in {DESIGN}"
 
 
 def test_no_arrow_points_down():

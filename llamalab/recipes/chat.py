@@ -48,10 +48,10 @@ class Config:
 
 def main(cfg: Config) -> None:
     from llamalab import chat
-    from llamalab.checkpoint import load_model
+    from llamalab.checkpoint import load_model, local_path
     from llamalab.errors import UserError
     from llamalab.generate import Sampling, TextStream, common_prefix, generate
-    from llamalab.runtime import pick_device, pick_dtype
+    from llamalab.runtime import pick_device, pick_dtype, set_threads
     from llamalab.tokenizer import load_tokenizer
 
     how = dict(
@@ -59,10 +59,12 @@ def main(cfg: Config) -> None:
     )
     for name in Sampling(**how).idle:  # refuses bad numbers before the model is loaded
         say(f"note: --{name.replace('_', '-')} has no effect at temperature 0")
-    tokenizer = load_tokenizer(cfg.model)
+    set_threads()
+    path = local_path(cfg.model)
+    tokenizer = load_tokenizer(path)
     if not tokenizer.chat_template:
         raise UserError(f"{cfg.model} has no chat template, so it is no chat model; continue a text with llamalab generate")
-    model = load_model(cfg.model, pick_device(cfg.device), pick_dtype(cfg.dtype))
+    model = load_model(path, pick_device(cfg.device), pick_dtype(cfg.dtype)).eval()
     limit = model.config.max_length or sys.maxsize
     context = min(4096, limit) if cfg.context is None else cfg.context
     if not 1 < context <= limit:

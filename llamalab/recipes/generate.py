@@ -55,10 +55,10 @@ class Config:
 
 def main(cfg: Config) -> None:
     from llamalab import chat
-    from llamalab.checkpoint import load_model
+    from llamalab.checkpoint import load_model, local_path
     from llamalab.errors import UserError
     from llamalab.generate import Sampling, TextStream, generate
-    from llamalab.runtime import pick_device, pick_dtype
+    from llamalab.runtime import pick_device, pick_dtype, set_threads
     from llamalab.tokenizer import load_tokenizer
 
     how = dict(
@@ -69,7 +69,9 @@ def main(cfg: Config) -> None:
     if cfg.system is not None and not cfg.chat:
         raise UserError("--system needs --chat")
     prompt = sys.stdin.read() if cfg.prompt == "-" else cfg.prompt
-    tokenizer = load_tokenizer(cfg.model)
+    set_threads()
+    path = local_path(cfg.model)
+    tokenizer = load_tokenizer(path)
     if cfg.chat:
         system = [{"role": "system", "content": cfg.system}] if cfg.system is not None else []
         ids = chat.encode(tokenizer, [*system, {"role": "user", "content": prompt}], add_generation_prompt=True)
@@ -78,7 +80,7 @@ def main(cfg: Config) -> None:
     if not ids and tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id]  # an empty prompt: the model starts a text of its own
     text = TextStream(tokenizer, cfg.stop, after=() if cfg.chat else ids)
-    model = load_model(cfg.model, pick_device(cfg.device), pick_dtype(cfg.dtype))
+    model = load_model(path, pick_device(cfg.device), pick_dtype(cfg.dtype)).eval()
     tokens = generate(model, ids, cfg.max_new_tokens, seed=cfg.seed, tokenizer=tokenizer, **how)
 
     begin, first, count, pieces = time.perf_counter(), 0.0, 0, []
