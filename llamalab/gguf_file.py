@@ -194,7 +194,7 @@ def _read_scaling(keys: dict[str, Any], architecture: str) -> RopeScaling | None
     if kind == "linear":
         return RopeScaling("linear", factor)
     if kind == "yarn":
-        sharpen = keys.get("rope.scaling.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0)
+        sharpen = _shortest(keys.get("rope.scaling.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0))
         explicit = sharpen if "rope.scaling.attn_factor" in keys else None
         return RopeScaling("yarn", factor, keys.get("rope.scaling.original_context_length"), attention_factor=explicit)
     raise UserError(f"{architecture}.rope.scaling.type {kind!r} is not supported; known: none, linear, yarn")

@@ -69,7 +69,9 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer | None, vocab_size: int, not
         writer.add_token_list(tokens)
         writer.add_token_types(types)
         writer.add_token_merges([" ".join(merge) for merge in merges])
-        if described["normalizer"] is not None:  # only NFC gets here
+        normalizes = described["normalizer"] is not None  # to NFC: _pre_name refuses the others
+        writer.add_string("tokenizer.llamalab.normalizer", "NFC" if normalizes else "none")
+        if normalizes:
             notes.append("the tokenizer normalizes text to NFC, llama.cpp does not: text in decomposed form gets other ids there")
     else:
         writer.add_tokenizer_model("llama")

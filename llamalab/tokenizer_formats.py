@@ -191,12 +191,12 @@ def parse_sentencepiece(content: bytes, name: str) -> Parts:
         "treat_whitespace_as_suffix=true": trainer.get(24, 0),
         "escape_whitespaces=false": not normalizer.get(5, 1),
         "unused pieces": any(kind == UNUSED for *_, kind in pieces),
+        # `tokenizers` applies such a map to whole graphemes and loses characters ("a" with two accents).
+        f"normalization {normalizer.get(1, b'').decode()!r}": normalizer.get(2, b""),
     }
     if any(unsupported.values()):
         raise UserError(f"{name}: a sentencepiece model with {', '.join(k for k, v in unsupported.items() if v)} is not supported")
-    backend = sentencepiece_bpe(
-        pieces, dummy_prefix=bool(normalizer.get(3, 1)), squeeze_spaces=bool(normalizer.get(4, 1)), charsmap=normalizer.get(2, b"")
-    )
+    backend = sentencepiece_bpe(pieces, dummy_prefix=bool(normalizer.get(3, 1)), squeeze_spaces=bool(normalizer.get(4, 1)))
     # Ids are int32: -1, "none", is stored as an unsigned 64-bit number.
     unk, bos, eos, pad = (trainer.get(number, default) for number, default in ((40, 0), (41, 1), (42, 2), (43, 2**64 - 1)))
     unk, bos, eos, pad = (i if i < len(pieces) else None for i in (unk, bos, eos, pad))
@@ -204,8 +204,7 @@ def parse_sentencepiece(content: bytes, name: str) -> Parts:
 
 
 def sentencepiece_bpe(
-    pieces: list[tuple[str, float, int]], dummy_prefix: bool = True, squeeze_spaces: bool = False, charsmap: bytes = b"",
-    isolate: bool = True,
+    pieces: list[tuple[str, float, int]], dummy_prefix: bool = True, squeeze_spaces: bool = False, isolate: bool = True
 ) -> Tokenizer:
     """sentencepiece's BPE.
 
@@ -213,7 +212,6 @@ def sentencepiece_bpe(
         pieces: (text, score, type) by id.
         dummy_prefix: a space is put before the text, and before what follows a control token (`add_dummy_prefix`).
         squeeze_spaces: spaces at both ends go, runs become one (`remove_extra_whitespaces`).
-        charsmap: sentencepiece's compiled normalization.
         isolate: user-defined pieces are cut out of the prefixed text, as sentencepiece does; else before it, as llama.cpp does.
 
     Raises:
@@ -234,9 +232,9 @@ def sentencepiece_bpe(
             ignore_merges=bool(isolated),  # an isolated piece has no merges that lead to it
         )
     )
-    steps = [normalizers.Precompiled(charsmap)] if charsmap else []
+    steps: list[normalizers.Normalizer] = []
     if squeeze_spaces:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
@@ -297,9 +295,11 @@ def read_gguf(path: Path) -> Parts:
     if kind == "llama":
         if "scores" not in ggml:
             raise UserError(f"{path}: a tokenizer of model 'llama' needs tokenizer.ggml.scores")
+        if ggml.get("precompiled_charsmap"):
+            raise UserError(f"{path}: a tokenizer with a precompiled_charsmap is not supported")
         backend = sentencepiece_bpe(
             list(zip(tokens, ggml["scores"], types, strict=True)), ggml.get("add_space_prefix", True),
-            ggml.get("remove_extra_whitespaces", False), bytes(ggml.get("precompiled_charsmap", ())), isolate=False,
+            ggml.get("remove_extra_whitespaces", False), isolate=False,
         )
     elif kind == "gpt2":
         known = PATTERNS.keys() | _ALIASES.keys()
@@ -311,8 +311,9 @@ def read_gguf(path: Path) -> Parts:
         if len(vocab) != len(tokens):
             raise UserError(f"{path}: the vocabulary holds {len(tokens) - len(vocab)} tokens more than once")
         backend = byte_level_bpe(vocab, merges, patterns, whole_words=pre in _WHOLE_WORDS)
-        if patterns is PATTERNS["qwen2"]:
-            backend.normalizer = normalizers.NFC()  # part of Qwen's own tokenizer; GGUF has no field for it
+        # Qwen's own tokenizer normalizes, others with its pattern don't. GGUF has no field for that; files we write have this one.
+        if fields.get("llamalab.normalizer", "NFC" if patterns is PATTERNS["qwen2"] else "none") == "NFC":
+            backend.normalizer = normalizers.NFC()
         special = [token for token, type_ in zip(tokens, types) if type_ in (CONTROL, UNKNOWN)]
         backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
         user = [token for token, type_ in zip(tokens, types) if type_ == USER_DEFINED]
