@@ -5,6 +5,7 @@
         optimizer.safetensors   "<parameter>/<entry>" (a quantized entry's parts: "<parameter>/<entry>/<part>")
         rng.safetensors         torch's generators
         state.json              step, settings, optimizer groups, what is not a tensor
+        config.json ...         of the model, and the tokenizer's files: `load_model` reads a state as it does a model directory
 
 Data needs no position: a batch is a pure function of its index. A state appears whole, by a rename, or not at all,
 and older ones go only after it is there, so there is one to resume from whenever the process is killed.
@@ -18,16 +19,20 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from llamalab.convert import clean_name, unwrap
 from llamalab.errors import UserError
 from llamalab.files import new_directory
 from llamalab.runtime import versions
+
+if TYPE_CHECKING:
+    from llamalab.tokenizer import Tokenizer
 
 #: Settings that change how a run is watched, kept or executed, but not what it computes.
 MAY_CHANGE = frozenset({"out", "resume", "keep", "save_every", "eval_every", "sample_every", "device", "compile", "checkpoint_activations"})
@@ -36,7 +41,9 @@ MAY_CHANGE = frozenset({"out", "resume", "keep", "save_every", "eval_every", "sa
 _QUANTIZED = {"OptimState8bit": "torchao.optim.subclass_8bit"}
 
 
-def save_state(run_dir: str | Path, step: int, model: nn.Module, optimizer: Any, config: Any, keep: int = 2) -> Path:
+def save_state(
+    run_dir: str | Path, step: int, model: nn.Module, optimizer: Any, config: Any, keep: int = 2, tokenizer: Tokenizer | None = None
+) -> Path:
     """Write run_dir/state/step-<step>, then remove all but the `keep` newest.
 
     Args:
@@ -50,14 +57,17 @@ def save_state(run_dir: str | Path, step: int, model: nn.Module, optimizer: Any,
         raise UserError(f"keep must be at least 1, got {keep}")
     path = Path(run_dir) / "state" / f"step-{step:08d}"
     if not path.exists():
-        tensors, entries = _optimizer_entries(unwrap(model), optimizer)
+        tensors, entries = _optimizer_entries(model, optimizer)
         with new_directory(path) as tmp:
-            save_file(weights(unwrap(model)), tmp / "model.safetensors")
+            save_file(weights(model), tmp / "model.safetensors")
             save_file(tensors, tmp / "optimizer.safetensors")
             save_file(_rng(), tmp / "rng.safetensors")
             state = {"format": 1, "step": step, "config": _plain(config), "versions": versions()}
             state["optimizer"] = {"class": type(optimizer).__name__, "groups": _groups(optimizer), "state": entries}
             (tmp / "state.json").write_text(json.dumps(state, indent=1))
+            (tmp / "config.json").write_text(json.dumps(unwrap(model).config.to_hf(), indent=1))
+            if tokenizer is not None:
+                tokenizer.save(tmp)
     for old in _complete(run_dir)[:-keep]:
         _remove(old)
     for left in path.parent.glob(".step-*.tmp"):  # of a process that was killed
@@ -86,7 +96,7 @@ def load_state(path: str | Path, model: nn.Module, optimizer: Any, config: Any =
     Raises:
         UserError: a file is missing or damaged, a setting differs, or model or optimizer have other tensors.
     """
-    path, model = Path(path), unwrap(model)
+    path = Path(path)
     state = read_state(path)
     if config is not None:
         refuse_changes(state["config"], _plain(config), path)
@@ -146,26 +156,16 @@ def refuse_changes(saved: dict[str, Any], now: dict[str, Any], path: Path) -> No
         raise UserError(f"cannot resume {path} with other settings: {changes}. Use the old ones, or start a new run")
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile's or DistributedDataParallel's wrapper: its names are the ones that are saved."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
-
-
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, each once (state_dict() names a tied parameter twice)."""
+    """Parameters and saved buffers by name, each once (state_dict() names a tied parameter twice), whatever wraps the model."""
+    model = unwrap(model)
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    tensors = {clean_name(name): p.detach() for name, p in model.named_parameters()}
     for name, value in model.state_dict().items():
         if name not in every:
             if not isinstance(value, Tensor):
                 raise UserError(f"{name} in the model's state is a {type(value).__name__}; only tensors can be saved")
-            tensors[name] = value
+            tensors[clean_name(name)] = value
     return tensors
 
 
@@ -186,7 +186,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 def _optimizer_entries(model: nn.Module, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Tensors by "<parameter>/<entry>[/<part>]", and a JSON description of every entry by parameter."""
-    names = {p: name for name, p in model.named_parameters()}
+    names = {p: clean_name(name) for name, p in unwrap(model).named_parameters()}
     tensors: dict[str, Tensor] = {}
     entries: dict[str, dict[str, Any]] = {}
     for part in _parts(optimizer):
@@ -213,7 +213,7 @@ def _describe(name: str, value: Any, device: torch.device, tensors: dict[str, Te
 
 def _rebuild_entries(model: nn.Module, entries: dict[str, Any], tensors: dict[str, Tensor], path: Path) -> dict[Tensor, dict[str, Any]]:
     """The optimizer's state by parameter, on the parameters' devices."""
-    params = dict(model.named_parameters())
+    params = {clean_name(name): p for name, p in unwrap(model).named_parameters()}
     unknown = sorted(set(entries) - set(params))
     if unknown:
         raise UserError(f"{path} has optimizer state of parameters the model lacks: {', '.join(unknown[:5])}")

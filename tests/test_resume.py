@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_train import random_batch
 
+from llamalab.checkpoint import load_model
 from llamalab.config import ModelArgs
 from llamalab.errors import UserError
 from llamalab.model import Transformer
@@ -188,6 +189,14 @@ def test_last_k_are_kept_and_steps_sort_as_numbers(tmp_path):
     assert newest_state(tmp_path).name == "step-00000010"
     with pytest.raises(UserError, match="keep must be at least 1"):
         save_state(tmp_path, 11, model, optimizer, SETTINGS, keep=0)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "tiny-tied"])
+def test_a_state_is_a_model_that_loads(preset, tmp_path):
+    model, optimizer = build(replace(SETTINGS, preset=preset, dtype="bf16"))
+    loaded = load_model(save_state(tmp_path, 4, model, optimizer, SETTINGS))
+    assert weights(loaded).keys() == weights(model).keys()
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(weights(loaded).values(), weights(model).values()))
 
 
 def test_a_failed_save_leaves_the_older_state(tmp_path, monkeypatch):
