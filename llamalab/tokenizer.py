@@ -19,14 +19,14 @@ import threading
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
 from llamalab.errors import UserError
 from llamalab.files import write_atomic
-from llamalab.tokenizer_formats import Parts, byte_alphabet, bytes_tokenizer, read_gguf, read_model_file
+from llamalab.tokenizer_formats import SPACE, Parts, byte_alphabet, bytes_tokenizer, read_gguf, read_model_file
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece's single bytes
 _BYTE_OF = {letter: byte for byte, letter in byte_alphabet().items()}
@@ -37,9 +37,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Args:
         path: a directory with tokenizer.json, tokenizer.model or one *.gguf (looked for in this order), or one of these
-            files; "bytes" is the built-in tokenizer of plain bytes. Beside a tokenizer.json or tokenizer.model, the files
-            tokenizer_config.json, special_tokens_map.json, added_tokens.json, generation_config.json, config.json and
-            chat_template.jinja are read too.
+            files; a Hugging Face hub id, owner/name; "bytes" is the built-in tokenizer of plain bytes.
+            Beside a tokenizer.json or tokenizer.model, the files tokenizer_config.json, special_tokens_map.json,
+            added_tokens.json, generation_config.json, config.json, chat_template.jinja are read too.
 
     Raises:
         UserError: nothing there, not a format that is known, or a setting that would be ignored.
@@ -48,7 +48,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return Tokenizer(bytes_tokenizer())
     path = Path(path)
     if not path.exists():
-        raise UserError(f"no tokenizer at {path}: no such file or directory (fetch a hub model first: llamalab download REPO)")
+        path = _fetch(str(path))
     file = _find(path) if path.is_dir() else path
     if file.suffix == ".gguf":
         return Tokenizer(read_gguf(file))
@@ -80,7 +80,8 @@ class Tokenizer:
             single=[bos, "$A"] if bos else "$A", pair=[bos, "$A", "$B"] if bos else "$A $B",
             special_tokens=[(bos, self.bos_id)] if bos else [],
         )
-        self.byte_level, self._strips_space = _decoder_kind(self.backend)
+        self._decoding = _decoding(self.backend)
+        self.byte_level = self._decoding.byte_level
         self._special = {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self._lock = threading.Lock()  # encode_special_tokens is a switch on the shared backend
@@ -154,8 +155,8 @@ class Tokenizer:
                 letters = [_BYTE_OF.get(letter) for letter in token]
                 value = token.encode() if None in letters else bytes(letters)
             else:
-                byte = _BYTE_PIECE.fullmatch(token)
-                value = bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+                byte = _BYTE_PIECE.fullmatch(token) if self._decoding.byte_pieces else None
+                value = bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
             self._bytes[token_id] = value
         return self._bytes[token_id]
 
@@ -208,7 +209,7 @@ class TextPieces:
         self._tokenizer, self._skip = tokenizer, tokenizer._special if skip_special else ()
         errors = "replace" if tokenizer.byte_level else "llamalab-each-byte"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
-        self._strip = tokenizer._strips_space  # until the first text has come
+        self._strip = tokenizer._decoding.strips_space  # until the first text has come
 
     def push(self, token_id: int) -> str:
         """The text that this id completes, often empty."""
@@ -226,7 +227,7 @@ class TextPieces:
         return text
 
 
-def _each_byte(error: UnicodeError) -> tuple[str, int]:
+def _each_byte(error: UnicodeDecodeError) -> tuple[str, int]:
     return "\ufffd" * (error.end - error.start), error.end
 
 
@@ -243,26 +244,56 @@ def _checked(text: str) -> str:
     return text
 
 
-def _decoder_kind(backend: Backend) -> tuple[bool, bool]:
-    """(byte-level?, drops one space in front?) of the backend's decoder; UserError for any other kind."""
+class _Decoding(NamedTuple):
+    """How the backend's decoder turns tokens into text."""
+
+    byte_level: bool = False  # a token's letters stand for bytes
+    byte_pieces: bool = False  # "<0x41>" is one byte
+    strips_space: bool = False  # one space at the very front goes
+
+
+_DECODINGS = {
+    "ByteLevel": _Decoding(byte_level=True),
+    "Metaspace": _Decoding(strips_space=True),
+    "Replace": _Decoding(),
+    "Replace Fuse": _Decoding(),
+    "Replace Fuse Strip": _Decoding(strips_space=True),
+    "Replace ByteFallback": _Decoding(byte_pieces=True),
+    "Replace ByteFallback Fuse": _Decoding(byte_pieces=True),
+    "Replace ByteFallback Fuse Strip": _Decoding(byte_pieces=True, strips_space=True),
+}
+
+
+def _decoding(backend: Backend) -> _Decoding:
     described = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
     steps = described["decoders"] if described["type"] == "Sequence" else [described]
-    names = [step["type"] for step in steps]
-    if names == ["ByteLevel"]:
-        return True, False
-    if names == ["Metaspace"] and steps[0]["replacement"] == "\u2581":
-        return False, steps[0].get("prepend_scheme", "always") != "never"
-    rest = list(names)
-    spaces = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    if steps[0] == spaces and (steps[-1] == strip or "Strip" not in names):
-        rest = [name for name in names[1:] if name != "Strip"]
-        if rest in (["ByteFallback", "Fuse"], ["Fuse"], ["ByteFallback"]):
-            return False, steps[-1] == strip
-    raise UserError(f"tokenizer.json: a decoder of {' + '.join(names)} is not supported (byte-level and sentencepiece's are)")
+    names = " ".join(step["type"] for step in steps)
+    as_expected = {
+        "Metaspace": lambda step: step["replacement"] == SPACE,
+        "Replace": lambda step: (step["pattern"], step["content"]) == ({"String": SPACE}, " "),
+        "Strip": lambda step: (step["content"], step["start"], step["stop"]) == (" ", 1, 0),
+    }
+    if names not in _DECODINGS or not all(as_expected[step["type"]](step) for step in steps if step["type"] in as_expected):
+        raise UserError(f"tokenizer.json: a decoder of {names} ({described}) is not supported; byte-level and sentencepiece's are")
+    if names == "Metaspace" and steps[0].get("prepend_scheme") == "never":
+        return _Decoding()
+    return _DECODINGS[names]
 
 
 # --- reading a directory ----------------------------------------------------------------------------------
+
+
+def _fetch(name: str) -> Path:
+    """Directory of a hub model's tokenizer files, from the cache or the network."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise UserError(f"no tokenizer at {name}: no such file or directory")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer.model"]))
+    except Exception as error:  # network, permission, cache, spelling: each has its own exception
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"no file or directory {name}, and the hub gives no model of that name: {first[0]}") from None
 
 
 def _find(directory: Path) -> Path:
