@@ -87,7 +87,7 @@ def wrong_arrows(sources: dict[str, str]) -> list[str]:
             target = target.removeprefix("llamalab.")
             between_recipes = name.startswith("recipes.") and target.startswith("recipes.")
             rows = row_of(name), row_of(target)
-            if None not in rows and rows[1] > rows[0] or between_recipes:
+            if (None not in rows and rows[1] > rows[0]) or between_recipes:
                 wrong.append(f"{name} -> {target}")
     return wrong
 
