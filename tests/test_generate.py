@@ -11,6 +11,7 @@ from reference import reference_logits
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from llamalab.checkpoint import load_model
 from llamalab.config import RopeScaling
 from llamalab.errors import UserError
 from llamalab.generate import Sampling, TextStream, common_prefix, generate, inference, prefill, sample, stream_text, warp
@@ -484,3 +485,17 @@ def test_stop_strings_end_generation(tiny):
     assert "".join(stream_text(BYTES, generate(model, PROMPTS[1], NEW), [stop])) == until_stop(texts[1], [stop])
     with pytest.raises(UserError, match="tokenizer"):
         generate(model, PROMPTS[1], NEW, stop_strings=["x"])
+
+
+# --- the real checkpoint ----------------------------------------------------------------------------------
+
+
+@pytest.mark.real
+def test_real_ragged_batch_equals_solo(real_data):
+    """Greedy and sampled, in float32; prompts of 2 to 8 tokens."""
+    gguf = real_data / "model" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    model, tokenizer = load_model(gguf).eval(), load_tokenizer(gguf)
+    prompts = [tokenizer.encode(text) for text in ("The sea", "Once upon a time there was a king who")]
+    for how in ({}, {"temperature": 0.9, "top_p": 0.9}):
+        solo = [list(generate(model, prompt, 12, seed=3 + b, **how)) for b, prompt in enumerate(prompts)]
+        assert columns(generate(model, prompts, 12, seed=3, **how)) == solo
