@@ -232,7 +232,8 @@ def warp(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tens
         ordered, order = scores.sort(descending=True, stable=True)
         share = ordered.softmax(-1)
         likelier = share.cumsum(-1) - share  # probability of all tokens before this one; 0 for the first, which always stays
-        scores = scores.masked_fill((likelier >= sampling.top_p).scatter(-1, order, likelier >= sampling.top_p), -torch.inf)
+        beyond = likelier >= sampling.top_p
+        scores = scores.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
     if sampling.min_p:
         scores = scores.masked_fill(scores < math.log(sampling.min_p), -torch.inf)  # the likeliest has score 0
     return scores
@@ -253,6 +254,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), after: Sequence[int] = ()) -> None:
+        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
         if "" in stop_strings:
             raise UserError("a stop string must not be empty")
         self.stopped = False
@@ -320,16 +322,16 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """No gradients, eval mode; both as before afterwards. Never held across a yield, where it would leak to the caller."""
-    was_training = model.training
-    if was_training:
-        model.eval()
+    """No gradients, eval mode; both as before afterwards, module by module. Not to be held across a yield: it would leak to the caller."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         with torch.no_grad():
             yield
     finally:
-        if was_training:
-            model.train()
+        for module in training:
+            module.training = True
 
 
 def _as_rows(prompt: Sequence[int] | Sequence[Sequence[int]] | Tensor, vocab_size: int) -> tuple[list[list[int]], bool]:

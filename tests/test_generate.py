@@ -134,10 +134,11 @@ def test_nothing_of_the_caller_changes(tiny):
     own, table = model.caches, model.max_seq_length
     before = list(generate(model, PROMPTS[0], NEW))
     model.train()
+    model.layers[0].eval()  # one part frozen
     torch.manual_seed(1)
     state = torch.get_rng_state()
     for _ in generate(model, PROMPTS[0], 3, temperature=1.0, seed=4):
-        assert model.training and torch.is_grad_enabled()
+        assert model.training and not model.layers[0].training and torch.is_grad_enabled()
         torch.zeros(1, requires_grad=True).exp().backward()  # the caller may train between two tokens
     assert torch.equal(torch.get_rng_state(), state)
     assert model.caches is own and model.max_seq_length >= table
@@ -448,6 +449,7 @@ def test_text_is_held_back_no_longer_than_needed():
     assert text.flush() == "</"
     with pytest.raises(UserError, match="empty"):
         TextStream(BYTES, [""])
+    assert list(stream_text(BYTES, b"one two", " t")) == ["o", "n", "e"]  # a single string is one stop, not its letters
 
 
 def test_broken_characters_stream_as_they_decode():
