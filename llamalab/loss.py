@@ -17,18 +17,14 @@ Shapes: N trained tokens, C of them in a chunk, D dim, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-if TYPE_CHECKING:
-    from llamalab.data import Batch
+from llamalab.data import IGNORE, Batch
 
-#: A label that is not trained on.
-IGNORE = -100
+__all__ = ["IGNORE", "cross_entropy_sum", "head_loss_sum"]
 
 #: Largest block of logits, in bytes. Larger blocks make fewer passes over the head's gradient, and cost memory.
 LOGITS_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}

@@ -18,18 +18,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from llamalab.data import Batch
 from llamalab.errors import UserError
 from llamalab.loss import IGNORE, cross_entropy_sum
-from llamalab.optim import lr_at, set_lr
+from llamalab.optim import lr_at, require_compiler, set_lr
+from llamalab.surgery import block_attention_, checkpoint_blocks_, compile_blocks_
 from llamalab.train_state import newest_state
-
-if TYPE_CHECKING:
-    from llamalab.data import Batch
 
 #: What --dtype means in training: dtype of the weights, and whether products run under bf16 autocast.
 POLICIES: dict[str, tuple[torch.dtype, bool]] = {
@@ -77,6 +75,26 @@ class TrainingDiverged(UserError):
             f"Last good checkpoint: {good or 'none was saved'}. "
             "Try a lower --lr, a longer --warmup, a lower --clip, or --dtype fp32."
         )
+
+
+def prepare_(model: nn.Module, compile: bool = False, checkpoint_activations: bool = False) -> nn.Module:
+    """Wrap the blocks for training, in place. Names and results stay as they are.
+
+    Args:
+        compile: compile each block, with the attention that is fastest where the model is.
+        checkpoint_activations: keep only each block's input for backward: less memory, a third more compute.
+
+    Raises:
+        UserError: compiling needs a compiler that isn't there.
+    """
+    weight = next(model.parameters())
+    if compile and weight.device.type == "cpu":
+        require_compiler("--compile")
+        if weight.dtype is torch.bfloat16:
+            block_attention_(model)
+    if checkpoint_activations:
+        checkpoint_blocks_(model)
+    return compile_blocks_(model) if compile else model
 
 
 def train_steps(

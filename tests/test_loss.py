@@ -9,15 +9,9 @@ from torch import nn
 
 from llamalab import loss as loss_module
 from llamalab.config import ModelArgs
+from llamalab.data import Batch
 from llamalab.loss import IGNORE, cross_entropy_sum, head_loss_sum
 from llamalab.model import Transformer
-
-
-class Batch:
-    """What cross_entropy_sum reads of a data.Batch."""
-
-    def __init__(self, inputs, labels, documents=None):
-        self.inputs, self.labels, self.documents = inputs, labels, documents
 
 
 def case(tokens=37, dim=24, vocabulary=101, dtype=torch.float32, scale=1.0):

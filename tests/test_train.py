@@ -17,22 +17,13 @@ from torch import nn
 
 from llamalab import surgery
 from llamalab.config import ModelArgs
+from llamalab.data import Batch
 from llamalab.errors import UserError
 from llamalab.loss import IGNORE
 from llamalab.model import Transformer
 from llamalab.optim import build_optimizer
 from llamalab.train import TrainConfig, TrainingDiverged, grad_norm, scale_gradients_, stop_on_signal, train_steps
 from llamalab.train_state import load_state, save_state, weights
-
-
-class Batch:
-    """What train_steps reads of a data.Batch."""
-
-    def __init__(self, inputs, labels, documents=None):
-        self.inputs, self.labels, self.documents = inputs, labels, documents
-
-    def to(self, device):
-        return self
 
 
 def tiny(seed=0, **options) -> Transformer:
