@@ -104,16 +104,18 @@ def _answers(tok: Tokenizer, messages: list[Message], text: str, options: dict[s
 def _encode(tok: Tokenizer, text: str, answers: list[tuple[int | None, int | None]]) -> tuple[list[int], list[tuple[int, int]]]:
     """Ids and their (begin, end) in the text, one start token in front.
 
-    An answer is encoded apart from its prompt, as it was when it was generated: a token across the border ("\\n" and an
-    answer that begins with "\\n") would make the prompt's ids no prefix of the dialogue's. sentencepiece puts a space in
-    front of each text it encodes, so there the text stays whole; its tokens do not run across a space or newline.
+    Where a token of the text would run from a prompt into its answer ("\\n" and an answer that begins with "\\n"), the text
+    is cut there: when the answer was generated, the prompt's ids were fixed, and they must be a prefix of the dialogue's.
     """
-    cuts = sorted({start for start, _ in answers if start is not None}) if tok.byte_level else []
-    ids, offsets = [], []
-    for start, stop in zip([0, *cuts], [*cuts, len(text)]):
-        some, places = tok.encode_with_offsets(text[start:stop], special=True)
-        ids += some
-        offsets += [(start + begin, start + end) for begin, end in places]
+    ids, offsets = tok.encode_with_offsets(text, special=True)
+    starts = {start for start, _ in answers if start is not None}
+    cuts = sorted(start for start in starts if any(begin < start < end for begin, end in offsets))
+    if cuts:
+        ids, offsets = [], []
+        for start, stop in zip([0, *cuts], [*cuts, len(text)]):
+            some, places = tok.encode_with_offsets(text[start:stop], special=True, continues=start > 0)
+            ids += some
+            offsets += [(start + begin, start + end) for begin, end in places]
     if tok.adds_bos and ids[:1] != [tok.bos_id]:
         return [tok.bos_id, *ids], [(0, 0), *offsets]
     return ids, offsets

@@ -127,10 +127,19 @@ class Tokenizer:
             found = self.backend.encode_batch_fast([_checked(text) for text in texts], add_special_tokens=False)
         return [front + one.ids for one in found]
 
-    def encode_with_offsets(self, text: str, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids without BOS, and where each begins and ends in the text, in characters."""
-        found = self._encode(text, special)
-        return found.ids, found.offsets
+    def encode_with_offsets(self, text: str, special: bool = False, continues: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids without BOS, and where each begins and ends in the text, in characters.
+
+        continues: the text goes on from one already encoded, so sentencepiece's space in front is left out.
+        """
+        if not (continues and self._decoding.strips_space):
+            found = self._encode(text, special)
+            return found.ids, found.offsets
+        # After a character that joins no other, nothing is put in front of the text; the character's own ids are dropped.
+        front, found = self._encode("\x01", special).ids, self._encode("\x01" + text, special)
+        if found.ids[: len(front)] != front:
+            raise UserError(f"this vocabulary joins U+0001 to {text[:20]!r}, so a text cannot be continued with it")
+        return found.ids[len(front) :], [(begin - 1, end - 1) for begin, end in found.offsets[len(front) :]]
 
     def _encode(self, text: str, special: bool):
         with self._lock:
