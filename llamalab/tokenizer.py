@@ -101,7 +101,7 @@ class Tokenizer:
         """Text of the named control tokens: bos_token, eos_token, pad_token, unk_token, those there are."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0] if self.eos_ids else None, "pad_token": self.pad_id,
                "unk_token": self.unk_id}
-        return {name: self.backend.id_to_token(i) for name, i in ids.items() if i is not None}
+        return {name: text for name, i in ids.items() if i is not None and (text := self.backend.id_to_token(i))}
 
     # --- encode -------------------------------------------------------------------------------------------
 
@@ -194,16 +194,13 @@ class Tokenizer:
         Files of an earlier tokenizer that would overrule these two are removed.
         """
         directory = Path(directory)
-        with self._lock:
-            self.backend.encode_special_tokens = False
-            content = self.backend.to_str(pretty=True)
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
         config |= {"add_bos_token": self.adds_bos, "clean_up_tokenization_spaces": False}
         if set(self.templates) == {"default"}:
             config["chat_template"] = self.templates["default"]
         elif self.templates:
             config["chat_template"] = [{"name": name, "template": text} for name, text in self.templates.items()]
-        write_atomic(directory / "tokenizer.json", content)
+        write_atomic(directory / "tokenizer.json", self.backend.to_str(pretty=True))
         write_atomic(directory / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         for stale in ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"):
             (directory / stale).unlink(missing_ok=True)
