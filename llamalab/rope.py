@@ -36,13 +36,14 @@ def rope_frequencies(
         # Dynamic NTK: enlarge the base just enough for this length, and only for it.
         base = base * (scaling.factor * length / block_size - (scaling.factor - 1)) ** (head_dim / (head_dim - 2))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-    frequencies = 1.0 / (base**exponents)  # [D/2]
+    periods = base**exponents  # tokens a radian, [D/2]
+    frequencies = 1.0 / periods
     if kind == "linear":
         return frequencies / scaling.factor, 1.0
     if kind == "llama3":
         return _llama3(frequencies, scaling), 1.0
     if kind == "yarn":
-        return _yarn(frequencies, head_dim, base, scaling, block_size)
+        return _yarn(periods, head_dim, base, scaling, block_size)
     return frequencies, 1.0
 
 
@@ -56,7 +57,7 @@ def _llama3(frequencies: Tensor, s: RopeScaling) -> Tensor:
     return torch.where(long, frequencies / s.factor, torch.where(short, frequencies, blended))
 
 
-def _yarn(frequencies: Tensor, head_dim: int, base: float, s: RopeScaling, block_size: int) -> tuple[Tensor, float]:
+def _yarn(periods: Tensor, head_dim: int, base: float, s: RopeScaling, block_size: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolate slow pairs, keep fast ones, sharpen attention."""
     original = s.original_max_position_embeddings or block_size
 
@@ -69,9 +70,9 @@ def _yarn(frequencies: Tensor, head_dim: int, base: float, s: RopeScaling, block
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     high += 0.001 if low == high else 0
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=frequencies.device)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=periods.device)
     keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
-    scaled = frequencies / s.factor * (1 - keep) + frequencies * keep
+    scaled = 1.0 / (s.factor * periods) * (1 - keep) + 1.0 / periods * keep
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(s.factor) + 1.0 if s.factor > 1 else 1.0
