@@ -20,6 +20,7 @@ from llamalab.config import ModelArgs
 from llamalab.errors import UserError
 from llamalab.files import temporary_beside, write_atomic
 from llamalab.runtime import git_commit, peak_memory, versions
+from llamalab.train_state import refuse_changes
 
 if TYPE_CHECKING:
     import torch
@@ -27,22 +28,23 @@ if TYPE_CHECKING:
 # --- run directory ----------------------------------------------------------------------------------------
 
 
-def run_directory(recipe: str, out: str | None, resume: bool, root: str | Path = "runs") -> Path:
-    """Where a run goes: `out`, or the next free runs/<recipe>-<n>; with `resume` the run at `out`, or the last one.
+def run_directory(recipe: str, config: Any, root: str | Path = "runs") -> Path:
+    """Where a run goes: config.out, or the next free runs/<recipe>-<n>; with config.resume the run that is there, or the last one.
 
     Raises:
-        UserError: a new run would go into a directory that holds something, or there is no run to resume.
+        UserError: a new run would go into a directory that holds something; there is no run to resume; or it had
+            other settings, in what changes the result.
     """
-    if resume:
-        path = Path(out) if out else _numbered(recipe, root)[-1:]
-        path = path[0] if isinstance(path, list) and path else path
-        if not path or not (path / "recipe.json").is_file():
-            raise UserError(f"no run to resume at {out or Path(root) / f'{recipe}-<n>'}: there is no recipe.json")
+    if config.resume:
+        path = Path(config.out) if config.out else next(reversed(_numbered(recipe, root)), None)
+        if path is None or not (path / "recipe.json").is_file():
+            raise UserError(f"there is no run to resume: no recipe.json in {path or Path(root) / f'{recipe}-<n>'}")
+        refuse_changes(json.loads((path / "recipe.json").read_text())["config"], dataclasses.asdict(config), path)
         return path
-    if out is None:
-        last = _numbered(recipe, root)[-1:]
-        return Path(root) / f"{recipe}-{1 + (int(last[0].name.rpartition('-')[2]) if last else 0)}"
-    path = Path(out)
+    if config.out is None:
+        last = [int(p.name.rpartition("-")[2]) for p in _numbered(recipe, root)[-1:]]
+        return Path(root) / f"{recipe}-{sum(last) + 1}"
+    path = Path(config.out)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not an empty directory; choose another --out, or add --resume to go on with that run")
     return path
@@ -189,6 +191,16 @@ class Report:
         if self.skipped:
             parts.append(f"{self.skipped} steps without a trained token")
         return " | ".join(parts)
+
+    def summary(self) -> str:
+        """One line for the end: steps, time, and the last validation."""
+        seconds, shown = int(time.monotonic() - self._began), self._shown
+        parts = [f"{shown.get('step', self.first)} steps; {seconds // 60}:{seconds % 60:02d} since start or resume"]
+        if "val_loss" in shown:
+            parts.append(f"validation loss {shown['val_loss']:.3f} nats per token, {shown['bits_per_byte']:.3f} bits per byte")
+        if self.skipped:
+            parts.append(f"{self.skipped} steps had no trained token and were skipped")
+        return "; ".join(parts)
 
     def _refresh(self, important: bool) -> None:
         now = time.monotonic()

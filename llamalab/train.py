@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from llamalab.data import Batch
 from llamalab.errors import UserError
 from llamalab.loss import IGNORE, cross_entropy_sum
-from llamalab.optim import lr_at, require_compiler, set_lr
-from llamalab.surgery import block_attention_, checkpoint_blocks_, compile_blocks_
+from llamalab.optim import lr_at, set_lr
 from llamalab.train_state import newest_state
 
 #: What --dtype means in training: dtype of the weights, and whether products run under bf16 autocast.
@@ -35,6 +34,10 @@ POLICIES: dict[str, tuple[torch.dtype, bool]] = {
     "bf16": (torch.bfloat16, False),
     "autocast": (torch.float32, True),
 }
+
+
+#: Settings that are counts of at least 1, here and in the recipes.
+COUNTS = ("steps", "accumulate", "batch", "seq_len", "eval_every", "eval_tokens", "save_every", "keep")
 
 
 @dataclass
@@ -77,26 +80,6 @@ class TrainingDiverged(UserError):
         )
 
 
-def prepare_(model: nn.Module, compile: bool = False, checkpoint_activations: bool = False) -> nn.Module:
-    """Wrap the blocks for training, in place. Names and results stay as they are.
-
-    Args:
-        compile: compile each block, with the attention that is fastest where the model is.
-        checkpoint_activations: keep only each block's input for backward: less memory, a third more compute.
-
-    Raises:
-        UserError: compiling needs a compiler that isn't there.
-    """
-    weight = next(model.parameters())
-    if compile and weight.device.type == "cpu":
-        require_compiler("--compile")
-        if weight.dtype is torch.bfloat16:
-            block_attention_(model)
-    if checkpoint_activations:
-        checkpoint_blocks_(model)
-    return compile_blocks_(model) if compile else model
-
-
 def train_steps(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -135,13 +118,13 @@ def train_steps(
 
 
 def check_config(config: TrainConfig, micro_batches: int | None = None) -> None:
-    """Refuse settings that make no sense.
+    """Refuse settings that make no sense, among them those of a recipe that are named in COUNTS.
 
     Raises:
         UserError: names the setting.
     """
-    for name in ("steps", "accumulate"):
-        if getattr(config, name) < 1:
+    for name in COUNTS:
+        if getattr(config, name, 1) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
     if not (math.isfinite(config.lr) and config.lr > 0):
         raise UserError(f"lr must be a positive number, got {config.lr}")
@@ -207,12 +190,20 @@ def grad_norm(params: Iterable[nn.Parameter]) -> Tensor:
     by_mesh: dict[object, list[Tensor]] = {}
     for p in params:
         if p.grad is not None:
-            norm = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
+            norm = _norm(p.grad)
             by_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(norm)
     if not by_mesh:
         return torch.zeros(())
     norms = [torch.linalg.vector_norm(torch.stack(norms)) for norms in by_mesh.values()]
     return torch.linalg.vector_norm(torch.stack([n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]))
+
+
+def _norm(x: Tensor, piece: int = 1 << 20) -> Tensor:
+    """L2 norm in float32. A narrow tensor on a CPU is widened piece by piece: torch would make a whole float32 copy,
+    a tenth of a SmolLM2 step."""
+    if x.device.type != "cpu" or x.dtype is torch.float32 or hasattr(x, "device_mesh"):
+        return torch.linalg.vector_norm(x, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.float()) for part in x.flatten().split(piece)]))
 
 
 @torch.no_grad()

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from llamalab.tokenizer import Tokenizer
 
 #: Settings that change how a run is watched, kept or executed, but not what it computes.
-MAY_CHANGE = frozenset({"out", "resume", "keep", "save_every", "eval_every", "sample_every", "device", "compile", "checkpoint_activations"})
+MAY_CHANGE = frozenset(
+    {"out", "resume", "keep", "save_every", "eval_every", "eval_tokens", "sample_every", "sample_tokens", "prompt",
+     "device", "compile", "checkpoint_activations"}
+)
 
 #: Quantized optimizer entries that may be rebuilt, and where their classes live.
 _QUANTIZED = {"OptimState8bit": "torchao.optim.subclass_8bit"}
