@@ -319,15 +319,24 @@ def save_model(path: str | Path, model: nn.Module, tokenizer: Tokenizer | None =
         UserError: path holds other files, or a model that Hugging Face's classes would not compute.
     """
     path = Path(path)
+    check_target(path)
+    with new_directory(path) as tmp:
+        write_model_files(tmp, model, tokenizer, shard_size)
+    return path
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path where `save_model` would remove what it did not write.
+
+    Raises:
+        UserError: path is a file, or a directory that holds other files.
+    """
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file; a model is saved as a directory")
     if path.is_dir():
         others = sorted(f.name for f in path.iterdir() if not (_WEIGHT_FILES.fullmatch(f.name) or _OTHER_FILES.fullmatch(f.name)))
         if others:
             raise UserError(f"{path} holds files that saving a model would remove: {few(others)}; choose another directory")
-    with new_directory(path) as tmp:
-        write_model_files(tmp, model, tokenizer, shard_size)
-    return path
 
 
 def write_model_files(directory: Path, model: nn.Module, tokenizer: Tokenizer | None = None, shard_size: int = SHARD_SIZE) -> None:

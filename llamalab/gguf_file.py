@@ -273,6 +273,8 @@ def write_gguf(path: str | Path, model: torch.nn.Module, kind: str = "f16", toke
     gguf = _gguf()
     if kind not in KINDS:
         raise UserError(f"unknown GGUF kind {kind!r}; known: {', '.join(KINDS)}")
+    if Path(path).is_dir():
+        raise UserError(f"{path} is a directory; a GGUF file cannot take its place")
     config = unwrap(model).config
     architecture, length, notes = _check(config, tokenizer)
     state = plain_state(model)
@@ -381,9 +383,8 @@ def _kind_for(part: Part, kind: str) -> Any:
 
 def _encode(name: str, rows: Tensor, kind: Any) -> np.ndarray:
     values = rows.float().cpu().contiguous().numpy()
-    encoded = _gguf().quants.quantize(values, kind)
     # F16 itself, and the float16 scales of Q8_0 and Q4_0: 127 or 8 steps below the largest number
     limit = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "Q4_0": 65504.0 * 8}.get(kind.name)
     if limit is not None and not np.abs(values).max() <= limit:
         raise UserError(f"{name} holds numbers that {kind.name} cannot (up to {np.abs(values).max():g}); use bf16 or f32")
-    return encoded
+    return _gguf().quants.quantize(values, kind)

@@ -18,11 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from llamalab import checkpoint
+from llamalab import checkpoint, cli
 from llamalab.checkpoint import download, load_model, local_path, save_model, write_model_files
 from llamalab.config import ModelArgs, RopeScaling
 from llamalab.convert import to_layout
 from llamalab.errors import UserError
+from llamalab.gguf_file import write_gguf
 from llamalab.model import Transformer
 from llamalab.tokenizer import load_tokenizer
 
@@ -699,6 +700,22 @@ def test_hub_model(hub, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert " ".join(sorted(asked)) == HUB
     assert download("me/model", out=tmp_path / "here") == tmp_path / "here"
     assert same_model(load_model(tmp_path / "here"), tiny())
+
+
+def test_download_recipe(hub, tiny, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """`llamalab download`: safetensors by default, GGUF on request, one line and exit code 2 where it cannot."""
+    pytest.importorskip("gguf")
+    directory, asked = hub
+    save_model(directory, tiny())
+    for kind in ("q8_0", "f16"):
+        write_gguf(directory / f"model-{kind}.gguf", tiny(), kind)
+    assert cli.main(["download", "me/model", "--out", str(tmp_path / "hf")]) == 0
+    assert "model.safetensors" in capsys.readouterr().out and files(tmp_path / "hf").replace(".cache ", "") == HUB
+    asked.clear()
+    assert cli.main(["download", "me/model", "--out", str(tmp_path / "gguf"), "--gguf", "*q8_0*"]) == 0
+    assert asked == ["model-q8_0.gguf"] and "model-q8_0.gguf: llama, 2 layers" in capsys.readouterr().out
+    assert cli.main(["download", "me/model", "--gguf", "*q2_k*"]) == 2
+    assert "me/model has no *q2_k*.gguf file" in capsys.readouterr().err
 
 
 def test_hub_failures_are_one_line(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
