@@ -206,7 +206,7 @@ class Report:
         now = time.monotonic()
         if self._live:
             if important or now - self._printed > 0.1:
-                self._live.update(Text(self.line(), overflow="ellipsis", no_wrap=True), refresh=True)
+                self._live.update(Text(self.line()), refresh=True)
                 self._printed = now
         elif important or now - self._printed > self.every:
             print(self.line(), file=sys.stderr, flush=True)

@@ -160,8 +160,8 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_by_a_signal_and_resumed_is_straight(number, tmp_path):
-    steps = 400
-    cfg = replace(SMALL, steps=steps, eval_every=150, save_every=150, out=str(tmp_path / "run"))
+    steps = 150
+    cfg = replace(SMALL, steps=steps, eval_every=60, save_every=60, out=str(tmp_path / "run"))
     process = start(cfg)
     wait_for_step(tmp_path / "run", 3, process)
     process.send_signal(number)
