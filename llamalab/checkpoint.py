@@ -44,7 +44,7 @@ from llamalab.runtime import pick_dtype
 from llamalab.tensor_files import Stored, few, merge_parallel, read_file, read_json, read_shards
 from llamalab.tokenizer import Tokenizer
 
-CHUNK = 8_000_000  # bytes copied at a time
+CHUNK = 8_000_000  # bytes copied at a time, or a hundredth of the model if that is more (each read opens the file anew)
 SHARD_SIZE = 5_000_000_000  # bytes; larger models are cut into files of at most this size
 
 #: What is fetched from the hub: nothing that could run code, nothing twice.
@@ -93,9 +93,10 @@ def load_model(path: str | Path, device: str | torch.device | None = None, dtype
         setattr(model.get_submodule(module), leaf, nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device)))
     model.tie_weights()
     params = dict(model.named_parameters())
+    chunk = max(CHUNK, sum(p.nbytes for p in params.values()) // 100)
     with torch.no_grad():
         for part, stored in matched:
-            copy_rows(stored, params[part.ours][part.start : part.stop], part.heads)
+            copy_rows(stored, params[part.ours][part.start : part.stop], part.heads, chunk)
     model.setup_caches(1, source.config.block_size, training=True)
     return model
 
@@ -164,8 +165,8 @@ def _read_config(directory: Path) -> ModelArgs:
         config = ModelArgs.from_hf(read_json(directory / "config.json"))
     except KeyError as error:
         raise UserError(f"{directory / 'config.json'} lacks {error}") from None
-    except UserError as error:
-        raise UserError(f"{directory}: {error}") from None
+    except (UserError, TypeError, AttributeError) as error:  # the latter two: values of a wrong JSON type
+        raise UserError(f"{directory / 'config.json'}: {error}") from None
     if (directory / "generation_config.json").is_file():
         more = read_json(directory / "generation_config.json").get("eos_token_id")
         more = more if isinstance(more, list) else [] if more is None else [more]
@@ -244,10 +245,10 @@ def stored_dtype(tensors: list[Stored]) -> torch.dtype:
     return dtype
 
 
-def copy_rows(stored: Stored, target: Tensor, heads: int) -> None:
-    """Fill target from a file, a few megabytes at a time; half-split heads are put in our order."""
+def copy_rows(stored: Stored, target: Tensor, heads: int, chunk: int = CHUNK) -> None:
+    """Fill target from a file, `chunk` bytes at a time; half-split heads are put in our order."""
     rows, unit = stored.shape[0], stored.shape[0] // heads if heads else 1  # a head is not cut
-    step = max(CHUNK // (target[0].numel() * target.element_size() * unit), 1) * unit
+    step = max(chunk // (target[0].numel() * target.element_size() * unit), 1) * unit
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         values = stored.rows(start, stop)

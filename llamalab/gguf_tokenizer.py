@@ -181,4 +181,5 @@ def _prepends_space(described: dict[str, Any]) -> bool:
 
 
 def _refusal(why: str) -> str:
-    return f"llama.cpp would not tokenize as this tokenizer does: {why}. Write the GGUF without a tokenizer, or in Hugging Face format"
+    return (f"llama.cpp would not tokenize as this tokenizer does: {why}. Take a tokenizer.model of the same vocabulary if there is one, "
+            "or write the GGUF without a tokenizer")
