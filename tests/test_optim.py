@@ -185,6 +185,19 @@ def test_float32_parameters_get_adamw():
     torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # the same formula, operations in another order
 
 
+def test_updates_in_blocks_are_updates(monkeypatch):
+    results = []
+    for block in (1 << 18, 5):
+        monkeypatch.setattr("llamalab.optim.UPDATE_BLOCK", block)
+        p = nn.Parameter(torch.linspace(-1, 1, 33).view(3, 11).clone())
+        optimizer = AdamWStochastic([p], lr=1e-2, weight_decay=0.1)
+        for i in range(3):
+            p.grad = torch.full((11, 3), i - 1.5).T  # not contiguous
+            optimizer.step()
+        results.append(p.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)  # vectorized and scalar float32 may differ in the last place
+
+
 def test_noise_depends_on_seed_and_step_only():
     def run(seed: int, disturb: bool = False) -> torch.Tensor:
         p = one_parameter(1.0, 512, torch.bfloat16)
