@@ -115,10 +115,9 @@ class Transformer(nn.Module):
     def make_caches(self, max_batch_size: int, max_seq_length: int, quantized: bool = False) -> nn.ModuleList:
         """Empty caches, one per layer, for the caller to hold and pass to `forward`."""
         c, kind = self.config, QuantizedKVCache if quantized else KVCache
-        at = self.tok_embeddings.weight
-        return nn.ModuleList(
-            kind(max_batch_size, max_seq_length, c.n_local_heads, c.head_dim, at.dtype, at.device) for _ in range(c.n_layer)
-        )
+        like = self.tok_embeddings.weight
+        sizes = (max_batch_size, max_seq_length, c.n_local_heads, c.head_dim)
+        return nn.ModuleList(kind(*sizes, like.dtype, like.device) for _ in range(c.n_layer))
 
     def reset_caches(self) -> None:
         """Forget table and caches; `setup_caches` must be called again."""
@@ -150,11 +149,7 @@ class Transformer(nn.Module):
     # --- forward --------------------------------------------------------------------------------------
 
     def hidden(
-        self,
-        idx: Tensor,
-        input_pos: Tensor | None = None,
-        caches: Sequence[nn.Module] | None = None,
-        documents: Tensor | None = None,
+        self, idx: Tensor, input_pos: Tensor | None = None, caches: Sequence[nn.Module] | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """The last norm's output, [B, T, dim]: what the head, a chunked loss or a last-token step starts from.
 
@@ -210,11 +205,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def forward(
-        self,
-        idx: Tensor,
-        input_pos: Tensor | None = None,
-        caches: Sequence[nn.Module] | None = None,
-        documents: Tensor | None = None,
+        self, idx: Tensor, input_pos: Tensor | None = None, caches: Sequence[nn.Module] | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """Logits [B, T, V] in the weights' dtype; arguments as for `hidden`."""
         return self.output(self.hidden(idx, input_pos, caches, documents))
