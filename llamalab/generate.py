@@ -19,53 +19,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
 from llamalab.errors import UserError
+from llamalab.sampling import Sampling
 from llamalab.tokenizer import Tokenizer
 
 CHUNK = 512  # prompt tokens per forward: bounds the mask [CHUNK, cache length] and the activations
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn, in the order it is applied (transformers' order).
-
-    Raises:
-        UserError: a number outside its range.
-    """
-
-    repetition_penalty: float = 1.0  # > 0; tokens already in the row: positive logits / penalty, negative * penalty (arXiv:1909.05858)
-    temperature: float = 0.0  # >= 0; 0 takes the most likely token, the first of equals
-    top_k: int | None = None  # >= 1; the k most likely tokens; more than the vocabulary is no limit
-    top_p: float | None = None  # in (0, 1]; the fewest tokens that together have this probability (arXiv:1904.09751)
-    min_p: float | None = None  # in [0, 1); tokens at least this probable relative to the likeliest (arXiv:2407.01082)
-
-    def __post_init__(self) -> None:
-        wanted = {
-            "repetition_penalty": ("a number > 0", 0 < self.repetition_penalty < math.inf),
-            "temperature": ("a number >= 0", 0 <= self.temperature < math.inf),
-            "top_k": ("at least 1 (leave it out for no limit)", self.top_k is None or self.top_k >= 1),
-            "top_p": ("in (0, 1]", self.top_p is None or 0 < self.top_p <= 1),
-            "min_p": ("in [0, 1)", self.min_p is None or 0 <= self.min_p < 1),
-        }
-        for name, (expected, holds) in wanted.items():
-            if not holds:
-                raise UserError(f"{name} must be {expected}, got {getattr(self, name)}")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the result is the most likely token, with nothing left to chance."""
-        return self.temperature == 0 or self.top_k == 1
-
-    @property
-    def idle(self) -> list[str]:
-        """Filters that were set and choose nothing, because temperature 0 keeps one token anyway."""
-        return [name for name in ("top_k", "top_p", "min_p") if self.temperature == 0 and getattr(self, name) is not None]
 
 
 # --- the iterator -----------------------------------------------------------------------------------------
@@ -100,7 +63,7 @@ def generate(
         model: a Transformer; its weights decide device and dtype. Logits are sampled in float32.
         prompt: token ids: a list or a 1-D tensor; or a batch: a list of such, of any lengths, or a 2-D tensor.
         max_new_tokens: most tokens to yield for a row; 0 yields nothing.
-        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `llamalab.sampling`.
         seed: row b draws from a generator of its own, seeded with seed + b, or with seed[b]; it therefore draws
             what it would draw alone with that seed, on any device. None: a fresh seed.
         stop_strings: needs `tokenizer`.
@@ -118,7 +81,7 @@ def generate(
             a setting outside its range; while running, logits that are not numbers.
     """
     rows, single = _as_rows(prompt, model.config.vocab_size)
-    sampling = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     longest = max(len(row) for row in rows)
     _check_lengths(model, rows, max_new_tokens, caches, cached)
     if chunk < 1:

@@ -14,7 +14,8 @@ from tokenizers import decoders, models
 from llamalab.checkpoint import load_model
 from llamalab.config import RopeScaling
 from llamalab.errors import UserError
-from llamalab.generate import Sampling, TextStream, common_prefix, generate, inference, prefill, sample, stream_text, warp
+from llamalab.generate import TextStream, common_prefix, generate, inference, prefill, sample, stream_text, warp
+from llamalab.sampling import Sampling
 from llamalab.tokenizer import load_tokenizer
 
 PROMPTS = [[5, 80, 33], [7, 1, 0, 44, 96, 12, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 90, 91]]  # 3, 7 and 12 tokens

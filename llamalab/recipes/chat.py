@@ -17,6 +17,8 @@ from typing import Annotated
 
 import tyro
 
+from llamalab.sampling import Sampling
+
 
 @dataclass
 class Config:
@@ -28,16 +30,8 @@ class Config:
     """Tokens the conversation may take, answers included; default: 4096, or the model's limit if that is less."""
     max_new_tokens: int = 512
     """Most tokens of one answer."""
-    temperature: float = 0.0
-    """0: always the most likely token; 1: as the model says; between: bolder with size."""
-    top_k: int | None = None
-    """Only the k most likely tokens."""
-    top_p: float | None = None
-    """Only the most likely tokens that together have this probability."""
-    min_p: float | None = None
-    """Only tokens at least this probable relative to the likeliest."""
-    repetition_penalty: float = 1.0
-    """Above 1: tokens that were there before become less likely."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen, so it can be shared
+    """How a token is chosen."""
     seed: int | None = None
     """The same seed and the same messages give the same answers; without one, fresh ones each time."""
     dtype: str | None = None
@@ -50,14 +44,11 @@ def main(cfg: Config) -> None:
     from llamalab import chat
     from llamalab.checkpoint import load_model, local_path
     from llamalab.errors import UserError
-    from llamalab.generate import Sampling, TextStream, common_prefix, generate
+    from llamalab.generate import TextStream, common_prefix, generate
     from llamalab.runtime import pick_device, pick_dtype, set_threads
     from llamalab.tokenizer import load_tokenizer
 
-    how = dict(
-        temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty
-    )
-    for name in Sampling(**how).idle:  # refuses bad numbers before the model is loaded
+    for name in cfg.sampling.idle:
         say(f"note: --{name.replace('_', '-')} has no effect at temperature 0")
     set_threads()
     path = local_path(cfg.model)
@@ -100,7 +91,7 @@ def main(cfg: Config) -> None:
         seed = None if cfg.seed is None else cfg.seed + len(messages)
         try:
             for token in generate(model, ids, min(cfg.max_new_tokens, room), seed=seed, tokenizer=tokenizer, caches=caches,
-                                  cached=kept, **how):
+                                  cached=kept, **vars(cfg.sampling)):
                 held = ids + new  # this token itself is read when the next one is asked for
                 new.append(token)
                 pieces.append(text.push(token))

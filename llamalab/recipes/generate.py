@@ -18,6 +18,8 @@ from typing import Annotated
 
 import tyro
 
+from llamalab.sampling import Sampling
+
 
 @dataclass
 class Config:
@@ -31,16 +33,8 @@ class Config:
     """System message, with --chat."""
     max_new_tokens: int = 128
     """Most tokens to write."""
-    temperature: float = 0.0
-    """0: always the most likely token; 1: as the model says; between: bolder with size."""
-    top_k: int | None = None
-    """Only the k most likely tokens."""
-    top_p: float | None = None
-    """Only the most likely tokens that together have this probability."""
-    min_p: float | None = None
-    """Only tokens at least this probable relative to the likeliest."""
-    repetition_penalty: float = 1.0
-    """Above 1: tokens that were there before become less likely."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen, so it can be shared
+    """How a token is chosen."""
     seed: int | None = None
     """The same seed gives the same text; without one, a fresh one each time."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -57,14 +51,11 @@ def main(cfg: Config) -> None:
     from llamalab import chat
     from llamalab.checkpoint import load_model, local_path
     from llamalab.errors import UserError
-    from llamalab.generate import Sampling, TextStream, generate
+    from llamalab.generate import TextStream, generate
     from llamalab.runtime import pick_device, pick_dtype, set_threads
     from llamalab.tokenizer import load_tokenizer
 
-    how = dict(
-        temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty
-    )
-    for name in Sampling(**how).idle:  # refuses bad numbers before the model is loaded
+    for name in cfg.sampling.idle:
         print(f"note: --{name.replace('_', '-')} has no effect at temperature 0", file=sys.stderr)
     if cfg.system is not None and not cfg.chat:
         raise UserError("--system needs --chat")
@@ -81,7 +72,7 @@ def main(cfg: Config) -> None:
         ids = [tokenizer.bos_id]  # an empty prompt: the model starts a text of its own
     text = TextStream(tokenizer, cfg.stop, after=() if cfg.chat else ids)
     model = load_model(path, pick_device(cfg.device), pick_dtype(cfg.dtype)).eval()
-    tokens = generate(model, ids, cfg.max_new_tokens, seed=cfg.seed, tokenizer=tokenizer, **how)
+    tokens = generate(model, ids, cfg.max_new_tokens, seed=cfg.seed, tokenizer=tokenizer, **vars(cfg.sampling))
 
     begin, first, count, pieces = time.perf_counter(), 0.0, 0, []
     for token in tokens:
