@@ -6,6 +6,8 @@ Public names are loaded on first use, so that `import llamalab` and `llamalab --
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 
 __version__ = "0.1.0"
 
@@ -22,13 +24,21 @@ _PUBLIC = {
 __all__ = sorted(_PUBLIC)
 
 
-def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'llamalab' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"llamalab.{_PUBLIC[name]}"), name)
-    globals()[name] = value  # a submodule of the same name must not shadow the function
-    return value
+class _Package(types.ModuleType):
+    def __getattr__(self, name: str):
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'llamalab' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"llamalab.{_PUBLIC[name]}"), name)
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value) -> None:
+        # Importing llamalab.generate would bind the submodule here; `from llamalab import generate` means the function.
+        if not (name in _PUBLIC and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
 
 
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+sys.modules[__name__].__class__ = _Package
