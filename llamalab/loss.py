@@ -10,7 +10,8 @@ one token all that is needed is
 and both are at hand as soon as z is. So tokens are taken a chunk at a time, and the gradients of hidden states and
 head are formed in the *forward* pass, from the logits still in hand; backward only scales them. That is three
 matrix products, as in the plain formulation, and no second look at the logits. (The idea is that of Liger Kernel,
-arXiv:2410.10989; torch 2.13 has `F.linear_cross_entropy`, which on CPU took ten times as long, see docs/log.md.)
+arXiv:2410.10989. torch 2.13 has `F.linear_cross_entropy`; in bf16 on a CPU, at SmolLM2's head, it took 4 to 30 times
+as long as this, depending on its options, and its sum was off by up to 0.6 %; this one by less than 1e-5.)
 
 Shapes: N trained tokens, C of them in a chunk, D dim, V vocabulary.
 """

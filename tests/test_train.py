@@ -270,7 +270,15 @@ def test_whole_model_wrappers_do_not_change_names():
     model = tiny()
     compiled = torch.compile(model, backend="eager")
     assert any(name.startswith("_orig_mod.") for name in compiled.state_dict())
-    assert weights(compiled).keys() == weights(model).keys() == dict(model.named_parameters()).keys()
+    names = dict(model.named_parameters()).keys()
+    assert weights(compiled).keys() == weights(model).keys() == names
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        distributed = nn.parallel.DistributedDataParallel(model)
+        assert any(name.startswith("module.") for name in distributed.state_dict())
+        assert weights(distributed).keys() == names
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class Config:
     """Width of the residual stream."""
     intermediate_size: int = 768
     """Width of the feed-forward layer."""
-    steps: int = 600
+    steps: int = 400
     """Optimizer steps."""
     batch: int = 8
     """Rows of a micro-batch."""
