@@ -285,7 +285,7 @@ def test_training_again_gives_the_shipped_tokenizer(tmp_path):
 
 def test_shipped_tokenizer():
     tok = tokenizer("austen")
-    assert (tok.vocab_size, tok.bos_id, tok.eos_ids, tok.adds_bos) == (2048, 0, (0,), False)
+    assert (tok.vocab_size, tok.bos_id, tok.eos_ids, tok.adds_bos) == (4096, 0, (0,), False)
     assert [tok.decode([i]) for i in tok.encode("In 1813")] == ["In", " ", "1", "8", "1", "3"]
 
 
