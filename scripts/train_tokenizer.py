@@ -1,7 +1,7 @@
 """Train the tokenizer that comes with the package: byte-level BPE on the training part of the embedded corpus.
 
     python scripts/train_tokenizer.py                     # writes llamalab/assets/tokenizer.json again, bit for bit
-    python scripts/train_tokenizer.py --vocab 4096 --out /tmp/larger
+    python scripts/train_tokenizer.py --vocab 8192 --out larger
 
 Words are cut as in Llama 3, digits one by one; every byte is a token, so any text can be encoded. Id 0 is
 <|endoftext|>, which begins and ends a document. The held-out tenth of the text is never seen; what it compresses to
