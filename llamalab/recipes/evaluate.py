@@ -35,7 +35,8 @@ class Config:
     task: str | None = None
     """Multiple-choice questions, JSON lines."""
     prompt: str | None = None
-    """What the choices of --task continue, with {question} and {context}, \\n for a new line; default: see read_questions."""
+    """What the choices of --task continue, with {question} and {context} of the row and \\n for a new line; default: the question
+    or the context as it is, and for rows with both "Q: {context} {question}\\nA:"."""
     limit: int | None = None
     """Only the first questions of --task, or of each lm-eval task."""
     lm_eval: tuple[str, ...] = ()
