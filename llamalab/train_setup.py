@@ -129,7 +129,7 @@ class Watch:
     def sample(self, temperature: float = 0.8) -> str:
         """The prompt and what the model makes of it."""
         with eager():
-            new = list(generate(self.model, self.prompt, self.sample_tokens, temperature=temperature, seed=self.config.seed))
+            new = list(generate(self.model, self.prompt, self.sample_tokens, temperature=temperature, top_p=0.9, seed=self.config.seed))
         return self.tokenizer.decode(self.prompt + new)
 
 

@@ -41,9 +41,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ours, seconds = our_run(Path(folder), env)
         write_characters(options.nanogpt / "data" / "llamalab_corpus")
-        probe = [their_run(options.nanogpt, Path(folder), env, n)[1] for n in (100, 400)]
+        probe = [their_run(options.nanogpt, Path(folder), env, n)[1] for n in (200, 500)]
         start, each = probe[0], (probe[1] - probe[0]) / 300
-        iterations = int(100 + (seconds - start) / each)
+        iterations = int(200 + (seconds - start) / each)
         loss, their_seconds = their_run(options.nanogpt, Path(folder), env, iterations)
     theirs = loss / math.log(2)
     print(f"llamalab pretrain: {ours:.3f} bits per byte in {seconds:.0f} s")
@@ -74,7 +74,7 @@ def their_run(checkout: Path, folder: Path, env: dict[str, str], iterations: int
     """Last validation loss (nats a character) and wall seconds of nanoGPT."""
     flags = SETTINGS | {
         "dataset": "llamalab_corpus", "out_dir": str(folder / "nanogpt"), "max_iters": iterations, "lr_decay_iters": iterations,
-        "eval_interval": iterations, "eval_iters": 200 if iterations > 400 else 1,
+        "eval_interval": iterations, "eval_iters": 200 if iterations > 500 else 1,
     }
     command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *(f"--{k}={v}" for k, v in flags.items())]
     began = time.perf_counter()

@@ -29,24 +29,24 @@ class Config:
     """Directory, file, hub id, or "bytes"; default: that of --model, or the one that comes with the package."""
     n_layer: int = 4
     """Blocks of a new model."""
-    n_head: int = 4
+    n_head: int = 3
     """Query heads."""
-    n_local_heads: int = 2
+    n_local_heads: int = 3
     """Key/value heads."""
-    dim: int = 256
+    dim: int = 192
     """Width of the residual stream."""
-    intermediate_size: int = 768
+    intermediate_size: int = 512
     """Width of the feed-forward layer."""
-    steps: int = 400
+    steps: int = 600
     """Optimizer steps."""
-    batch: int = 8
+    batch: int = 4
     """Rows of a micro-batch."""
     seq_len: int = 256
     """Tokens of a row."""
     accumulate: int = 1
     """Micro-batches of an optimizer step."""
-    lr: float = 3e-3
-    """Peak learning rate."""
+    lr: float | None = None
+    """Peak learning rate; default: 5e-3 for new weights, 1e-4 to train on from a checkpoint."""
     min_lr: float = 0.0
     """Rate of the last step, where the schedule decays."""
     warmup: int | None = None
@@ -55,8 +55,8 @@ class Config:
     """How the rate goes on from its peak; wsd stays there and decays at the end."""
     decay_fraction: float = 0.2
     """Share of the steps in which wsd decays."""
-    optimizer: Literal["adamw", "adamw8bit", "muon", "sgd"] = "adamw"
-    """muon takes the matrices of the blocks and AdamW the rest."""
+    optimizer: Literal["adamw", "adamw8bit", "muon", "sgd"] | None = None
+    """muon takes the matrices of the blocks and AdamW the rest; default: muon for new weights, adamw from a checkpoint."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases have none."""
     beta2: float = 0.95
@@ -109,8 +109,9 @@ def main(cfg: Config) -> None:
     from llamalab.train_setup import Watch, is_checkpoint, prepare_, read_texts, start_model
     from llamalab.train_state import load_state, newest_state, save_state
 
-    if cfg.warmup is None:
-        cfg = replace(cfg, warmup=min(100, cfg.steps // 10))
+    fresh = not is_checkpoint(cfg.model)
+    defaults = {"lr": 5e-3 if fresh else 1e-4, "optimizer": "muon" if fresh else "adamw", "warmup": min(100, cfg.steps // 10)}
+    cfg = replace(cfg, **{name: value for name, value in defaults.items() if getattr(cfg, name) is None})
     check_config(cfg)
     sizes = {name: getattr(cfg, name) for name in ("n_layer", "n_head", "n_local_heads", "dim", "intermediate_size")}
     odd = [name for name, value in sizes.items() if cfg.model is not None and value != getattr(Config, name)]
