@@ -245,7 +245,7 @@ def plot_loss(run_dir: Path, title: str) -> Path:
     return run_dir / "loss.png"
 
 
-def smoothed(values: tuple[float, ...] | list[float], share: float = 0.05) -> list[float]:
+def smoothed(values: tuple[float, ...] | list[float], share: float = 0.02) -> list[float]:
     """Mean of the last `share` of the run up to each value."""
     window = max(1, int(share * len(values)))
     out, total = [], 0.0
