@@ -77,7 +77,7 @@ class QuantizedKVCache(nn.Module):
             values, scales = getattr(self, name), getattr(self, name + "_scale")
             q, scale = quantize_int8_rows(new)
             store(values, input_pos, q)
-            store(scales, input_pos, scale.to(scales.dtype))
+            store(scales, input_pos, scale)
             rows = new.shape[0]
             out.append((values[:rows] * scales[:rows]).to(new.dtype))
         return out[0], out[1]
@@ -85,6 +85,7 @@ class QuantizedKVCache(nn.Module):
 
 def store(cache: Tensor, input_pos: Tensor, new: Tensor) -> None:
     """cache[b, :, input_pos[b, t]] = new[b, :, t], in place. cache [B', H, S, D], new [B, H, T, D], B <= B'."""
+    new = new.to(cache.dtype)  # under autocast keys are narrower than the weights
     if input_pos.dim() == 1:
         cache[: new.shape[0], :, input_pos] = new
     else:

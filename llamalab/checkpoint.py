@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llamalab.config import ModelArgs
+from llamalab.config import ModelArgs, end_ids
 from llamalab.convert import (
     HARMLESS,
     Part,
@@ -169,8 +169,11 @@ def _read_config(directory: Path) -> ModelArgs:
         raise UserError(f"{directory / 'config.json'}: {error}") from None
     if (directory / "generation_config.json").is_file():
         more = read_json(directory / "generation_config.json").get("eos_token_id")
-        more = more if isinstance(more, list) else [] if more is None else [more]
-        config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *more])))
+        try:
+            more = end_ids(more)
+        except UserError as error:
+            raise UserError(f"{directory / 'generation_config.json'}: {error}") from None
+        config = dataclasses.replace(config, eos_token_ids=(*config.eos_token_ids, *more))
     return config
 
 

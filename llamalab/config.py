@@ -9,6 +9,7 @@ A family (Llama, Mistral, Qwen2, ...) is not a class: it is a few switches on on
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class RopeScaling:
     """How rotary frequencies are stretched past the trained length. Field names are Hugging Face's."""
 
     type: str
-    factor: float = 1.0
+    factor: float | None = None  # every type needs it
     original_max_position_embeddings: int | None = None  # default: the model's block_size
     low_freq_factor: float | None = None  # llama3
     high_freq_factor: float | None = None  # llama3
@@ -52,8 +53,11 @@ class RopeScaling:
         missing = [name for name in _ROPE_NEEDS[self.type] if getattr(self, name) is None]
         if missing:
             raise UserError(f"rope scaling of type {self.type!r} needs {', '.join(missing)}")
-        if self.factor < 1:
+        if not 1 <= self.factor < math.inf:
             raise UserError(f"rope scaling factor must be >= 1, got {self.factor}")
+        if self.type == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise UserError(f"rope scaling of type 'llama3' needs 0 < low_freq_factor ({self.low_freq_factor}) < high_freq_factor "
+                            f"({self.high_freq_factor})")
 
     @classmethod
     def from_hf(cls, entry: dict[str, Any] | None) -> RopeScaling | None:
@@ -64,6 +68,8 @@ class RopeScaling:
         """
         if not entry:
             return None
+        if not isinstance(entry, dict):
+            raise UserError(f"rope scaling should be an object, got {entry!r}")
         entry = {k: v for k, v in entry.items() if v is not None and k != "rope_theta"}
         kinds = {entry.pop(key) for key in ("rope_type", "type") if key in entry}
         if len(kinds) != 1:
@@ -125,7 +131,7 @@ class ModelArgs:
             self.head_dim = self.dim // self.n_head
         if isinstance(self.rope_scaling, dict):  # a saved recipe.json gives back a dict
             self.rope_scaling = RopeScaling(**self.rope_scaling)
-        self.eos_token_ids = tuple(self.eos_token_ids)
+        self.eos_token_ids = end_ids(list(self.eos_token_ids))
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "dim", "intermediate_size", "n_local_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -133,6 +139,10 @@ class ModelArgs:
             raise UserError(f"n_head {self.n_head} is not a multiple of n_local_heads {self.n_local_heads}")
         if self.head_dim % 2:
             raise UserError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        if not 0 < self.rope_base < math.inf:
+            raise UserError(f"rope_base must be a positive number, got {self.rope_base}")
+        if not isinstance(self.norm_eps, (int, float)) or not 0 <= self.norm_eps < 1:
+            raise UserError(f"norm_eps must be a small number, got {self.norm_eps!r}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise UserError(f"sliding_window must be at least 1, got {self.sliding_window}")
         if self.family not in FAMILIES:
@@ -170,11 +180,9 @@ class ModelArgs:
             raise UserError(f"{named} is not supported; known: {', '.join(FAMILIES)}")
         refuse_unsupported(config)
         heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
-        rope_base = config.get("rope_theta") or (rope or {}).get("rope_theta") or 10000.0
+        rope_base, rope_scaling = _rope(config)
         attention_bias = bool(config.get("attention_bias", False))
         qkv_bias = FAMILIES[family][1].get("qkv_bias", attention_bias)
-        eos = config.get("eos_token_id")
         return cls(
             block_size=config.get("max_position_embeddings", 2048),
             vocab_size=config["vocab_size"],
@@ -184,10 +192,10 @@ class ModelArgs:
             intermediate_size=config["intermediate_size"],
             n_local_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or (128 if family == "qwen3" else None),
-            rope_base=float(rope_base),
+            rope_base=rope_base,
             norm_eps=config.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            rope_scaling=RopeScaling.from_hf(rope),
+            rope_scaling=rope_scaling,
             qkv_bias=qkv_bias,
             out_bias=attention_bias and family != "qwen2",
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -195,7 +203,7 @@ class ModelArgs:
             sliding_window=_sliding_window(config),
             family=family,
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            eos_token_ids=end_ids(config.get("eos_token_id")),
             pad_token_id=config.get("pad_token_id"),
         )
 
@@ -265,6 +273,31 @@ def refuse_unsupported(config: dict[str, Any]) -> None:
         raise UserError("use_sliding_window=true (a window on some layers only) is not supported")
     if len(set(config.get("layer_types") or ["full_attention"])) > 1:
         raise UserError(f"layer_types mixes {sorted(set(config['layer_types']))}; only one kind for all layers is supported")
+
+
+def end_ids(entry: Any) -> tuple[int, ...]:
+    """The ids under `eos_token_id`: none, one, or a list, each once.
+
+    Raises:
+        UserError: anything else. The id "2" would never be met, and text would run on.
+    """
+    found = entry if isinstance(entry, list) else [] if entry is None else [entry]
+    odd = [i for i in found if not isinstance(i, int) or isinstance(i, bool) or i < 0]
+    if odd:
+        raise UserError(f"eos_token_id should be a token id or a list of them, got {odd[0]!r}")
+    return tuple(dict.fromkeys(found))
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from where transformers 4 writes them (rope_theta, rope_scaling) or 5 (rope_parameters)."""
+    entries = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    scalings = [RopeScaling.from_hf(entry) for entry in entries]
+    if len(set(scalings)) > 1:
+        raise UserError("rope_parameters and rope_scaling differ; remove the one that is wrong")
+    stated = [float(part["rope_theta"]) for part in (config, *entries) if part.get("rope_theta") is not None]
+    if len(set(stated)) > 1:
+        raise UserError(f"rope_theta is given as {stated[0]} and as {stated[1]}; remove the one that is wrong")
+    return stated[0] if stated else 10000.0, scalings[0] if scalings else None
 
 
 def _sliding_window(config: dict[str, Any]) -> int | None:

@@ -44,6 +44,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
     try:
         yield tmp
         for file in tmp.rglob("*"):
+            os.chmod(file, (0o777 if file.is_dir() else 0o666) & ~_umask())  # some writers make files private
             flush(file)
         os.chmod(tmp, 0o777 & ~_umask())
         if path.exists():

@@ -301,6 +301,8 @@ def _as_rows(prompt: Sequence[int] | Sequence[Sequence[int]] | Tensor, vocab_siz
     """The prompt as rows of ids, and whether it was a single one."""
     if isinstance(prompt, str):
         raise UserError("the prompt must be token ids, got text: encode it with the tokenizer")
+    if not isinstance(prompt, Iterable):
+        raise UserError(f"the prompt must be a list of token ids, got {type(prompt).__name__}")
     items = [item.tolist() if hasattr(item, "tolist") else item for item in prompt]  # tensors and numpy arrays become lists
     single = not items or not isinstance(items[0], Sequence)
     rows = [items] if single else [list(row) for row in items]
@@ -317,8 +319,8 @@ def _as_rows(prompt: Sequence[int] | Sequence[Sequence[int]] | Tensor, vocab_siz
 def _check_lengths(model: nn.Module, rows: list[list[int]], new: int, caches: Sequence[nn.Module] | None, cached: int) -> None:
     lengths, limit = [len(row) for row in rows], model.config.max_length
     longest = max(lengths)
-    if new < 0:
-        raise UserError(f"max_new_tokens must be at least 0, got {new}")
+    if not isinstance(new, Integral) or new < 0:
+        raise UserError(f"max_new_tokens must be a whole number, at least 0, got {new}")
     if limit is not None and longest + new > limit:
         raise UserError(f"prompt of {longest} tokens + {new} new ones = {longest + new}, but this model's limit is {limit} tokens")
     if caches is not None:

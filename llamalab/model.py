@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         self.max_batch_size = -1
         self.max_seq_length = -1
         self._rope_length = 0  # the unrounded length asked for; dynamic RoPE scaling adapts to it
-        self.register_load_state_dict_post_hook(lambda module, _: module._refresh_table())
+        self.register_load_state_dict_post_hook(lambda module, _: module._loaded())
 
     @classmethod
     def from_name(cls, name: str) -> Transformer:
@@ -101,8 +101,9 @@ class Transformer(nn.Module):
             raise UserError(f"max_seq_length {max_seq_length} is beyond this model's limit of {limit} tokens (block_size)")
         length = find_multiple(max_seq_length, 8)
         if self.freqs_cis is None or self.max_seq_length < length:
-            self.max_seq_length, self._rope_length = length, max_seq_length
+            self.max_seq_length = length
             self._refresh_table()
+        self._rope_length = max_seq_length  # of this sequence: a longer one before it leaves no trace
         self.max_batch_size = max(self.max_batch_size, max_batch_size)
         if training:
             self.caches = None
@@ -130,7 +131,11 @@ class Transformer(nn.Module):
 
     def _refresh_table(self) -> None:
         if self.max_seq_length > 0:
-            self.freqs_cis = self._table(self.max_seq_length, self._rope_length, self.tok_embeddings.weight.device)
+            self.freqs_cis = self._table(self.max_seq_length, self.max_seq_length, self.tok_embeddings.weight.device)
+
+    def _loaded(self) -> None:
+        self.tie_weights()  # load_state_dict(..., assign=True) makes a parameter of each name
+        self._refresh_table()
 
     def _apply(self, fn, recurse=True):
         # .to(), .half(), to_empty(): whatever they did to the table (rounded it to bf16, left it unset), make it anew.
@@ -141,10 +146,22 @@ class Transformer(nn.Module):
     def _rope_rows(self, n_tokens: int, input_pos: Tensor | None, caches: Sequence[nn.Module] | None) -> Tensor:
         """cos and sin for this call: [T, D/2, 2], or [B, T, D/2, 2] where rows have positions of their own."""
         table = self.freqs_cis
-        if self.config.max_length is None:  # dynamic scaling: a function of this call's length alone
-            length = n_tokens if caches is None else self._rope_length if caches is self.caches else caches[0].max_seq_length
-            table = self._table(max(length, n_tokens), max(length, n_tokens), table.device)
+        if self.config.max_length is None:  # dynamic scaling: a function of this sequence's length alone
+            rows = length = n_tokens if caches is None else caches[0].max_seq_length
+            if caches is not None and caches is self.caches:
+                length = self._rope_length
+            elif caches is None and input_pos is not None:
+                length = self._longest_document(input_pos)
+            table = self._table(rows, length, table.device)
         return table[:n_tokens] if input_pos is None else table[input_pos]
+
+    def _longest_document(self, positions: Tensor) -> int:
+        longest, trained = int(positions.max()) + 1, self.config.block_size
+        alone = int((positions == 0).sum()) == len(positions)  # one document a row
+        if longest > trained and not alone:
+            raise UserError(f"dynamic RoPE scaling depends on a document's length past {trained} tokens, so one of {longest} tokens "
+                            "cannot be packed with others; cut it, or train on it alone")
+        return longest
 
     # --- forward --------------------------------------------------------------------------------------
 
@@ -161,7 +178,8 @@ class Transformer(nn.Module):
 
         Raises:
             AssertionError: before `setup_caches`.
-            UserError: more tokens than were set up for, or arguments that exclude each other.
+            UserError: more tokens than were set up for, or arguments that exclude each other; with dynamic scaling, packed
+                documents beyond the trained length.
         """
         assert self.freqs_cis is not None, "Caches must be initialized first: call setup_caches(batch, length, training=True or False)"
         T = idx.shape[1]

@@ -116,6 +116,9 @@ def read_shards(index: Path) -> dict[str, Stored]:
     entry = read_json(index).get("weight_map")
     if not isinstance(entry, dict) or not entry:
         raise UserError(f"{index} has no weight_map")
+    odd = [name for name, file in entry.items() if not isinstance(file, str)]
+    if odd:
+        raise UserError(f"{index} should name a file for each tensor, and does not for {few(odd)}")
     files = sorted(set(entry.values()))
     missing = [file for file in files if not (index.parent / file).is_file()]
     if missing:

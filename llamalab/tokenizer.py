@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
 
+from llamalab.config import end_ids
 from llamalab.errors import UserError
 from llamalab.files import write_atomic
 from llamalab.tokenizer_formats import SPACE, Parts, byte_alphabet, bytes_tokenizer, read_gguf, read_model_file
@@ -347,8 +348,7 @@ def _read_side_files(parts: Parts, directory: Path) -> None:
     settings = [_json(directory / name) for name in ("generation_config.json", "config.json")]
     ends = [ids["eos"]] if "eos" in ids else list(parts.eos_ids)
     for setting in settings:
-        found = setting.get("eos_token_id")
-        ends += found if isinstance(found, list) else [] if found is None else [found]
+        ends += end_ids(setting.get("eos_token_id"))
     parts.eos_ids = tuple(dict.fromkeys(ends))
     for name in ("bos", "pad"):
         stated = [setting.get(f"{name}_token_id") for setting in settings]

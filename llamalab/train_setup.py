@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from llamalab.checkpoint import load_model
 from llamalab.config import PRESETS, ModelArgs
 from llamalab.corpus import embedded_corpus, split_corpus
-from llamalab.data import encode_text, prepare
+from llamalab.data import TokenFile, encode_text, prepare
 from llamalab.errors import UserError
 from llamalab.evaluate import bits_per_byte, score
 from llamalab.generate import generate
@@ -94,6 +95,12 @@ def read_texts(data: str | None, val_data: str | None, tokenizer: Tokenizer, dir
     if val_data is not None:
         held_out = prepare(val_data, tokenizer, directory).tokens
     return train, held_out
+
+
+def digest(tokens: Any) -> str:
+    """Changes when the ids do: a run that is resumed must find the text it began with."""
+    ids = np.ascontiguousarray(tokens.tokens if isinstance(tokens, TokenFile) else tokens)
+    return hashlib.blake2b(memoryview(ids).cast("B"), digest_size=8).hexdigest()
 
 
 class Watch:

@@ -125,6 +125,14 @@ def test_end_ids_of_both_files_are_joined(tiny, tmp_path: Path) -> None:
     assert load_model(tmp_path).config.eos_token_ids == (5, 8)
 
 
+def test_end_ids_that_are_no_numbers(tiny, tmp_path: Path) -> None:
+    """A14."""
+    save_model(tmp_path, tiny())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, "7"]}')
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id should be a token id"):
+        load_model(tmp_path)
+
+
 def test_rope_table_after_meta_construction(tiny, tmp_path: Path) -> None:
     """A9: meta, materialised empty, loaded strictly; and load_model, which does the like. Memory is dirtied first."""
     scaling = RopeScaling("llama3", 8.0, 16, 1.0, 4.0)
@@ -278,6 +286,17 @@ def test_tensor_the_model_lacks(tiny, tmp_path: Path) -> None:
     del index["weight_map"]["model.layers.9.extra.weight"]
     at.write_text(json.dumps(index))
     with pytest.raises(UserError, match=r"model\.layers\.9\.extra\.weight \(model-00001"):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("file", [5, None, ["model-00001-of-00003.safetensors"]])
+def test_index_that_names_no_file(file, tiny, tmp_path: Path) -> None:
+    three_shards(tmp_path / "m", tiny())
+    at = tmp_path / "m/model.safetensors.index.json"
+    index = json.loads(at.read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    at.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"should name a file for each tensor, and does not for model\.norm\.weight"):
         load_model(tmp_path / "m")
 
 

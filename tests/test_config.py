@@ -65,11 +65,25 @@ def test_explicit_head_dim_is_kept():
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types mixes"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"num_key_value_heads": 3}, "n_head 4 is not a multiple of n_local_heads 3"),
+        ({"rope_scaling": "llama3"}, "should be an object, got 'llama3'"),
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling differ"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e4}, "rope_theta is given as 10000.0 and"),
+        ({"rope_theta": -1}, "rope_base must be a positive number"),
+        ({"rms_norm_eps": None}, "norm_eps must be a small number"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(changes, message):
     with pytest.raises(UserError, match=message):
         ModelArgs.from_hf({"model_type": "llama", **BASE, **changes})
+
+
+def test_end_ids_are_numbers():
+    """A14: an id of another type would never be met, and text would run on."""
+    for entry, ids in ((None, ()), (7, (7,)), ([7, 0, 7], (7, 0)), ([], ())):
+        assert ModelArgs.from_hf({"model_type": "llama", **BASE, "eos_token_id": entry}).eos_token_ids == ids
+    for entry in ("7", 7.0, [7, "9"], [7, None], True, -1, {"a": 1}):
+        with pytest.raises(UserError, match="eos_token_id should be a token id or a list of them"):
+            ModelArgs.from_hf({"model_type": "llama", **BASE, "eos_token_id": entry})
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -182,11 +182,13 @@ def test_length_limit(tiny, monkeypatch):
         for n, new in [(45, 20), (64, 1), (65, 1), (65, 0), (1, 64)]:
             with pytest.raises(UserError, match=f"{n} tokens.* {new} new.*limit is 64"):
                 generate(model, prompt[:n], new)
-        for bad, message in [([], "empty"), ([[1], []], "row 1 .*empty"), ([97], "97"), ([-1], "-1"), ([1.5], "1.5"), ("Once", "text")]:
+        wrong = [([], "empty"), ([[1], []], "row 1 .*empty"), ([97], "97"), ([-1], "-1"), ([1.5], "1.5"), ("Once", "text"), (5, "got int")]
+        for bad, message in wrong:
             with pytest.raises(UserError, match=message):
                 generate(model, bad, 5)
-        with pytest.raises(UserError, match="max_new_tokens"):
-            generate(model, [1], -1)
+        for new in (-1, 2.5, None):
+            with pytest.raises(UserError, match="max_new_tokens must be a whole number"):
+                generate(model, [1], new)
         assert list(generate(model, [1], 0)) == []
         assert list(generate(model, [[1], [2]], 0)) == []
     assert list(generate(model, prompt[:3], 5)) == fresh

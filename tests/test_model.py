@@ -357,6 +357,60 @@ def test_dynamic_scaling_has_no_memory():
     torch.testing.assert_close(middle, reference_logits(model.state_dict(), model.config, long, frequencies).float(), **CLOSE)
 
 
+def test_dynamic_scaling_has_no_memory_in_the_models_own_caches():
+    """FAULTS A3: each sequence is scaled for the length its caches were asked for, to the last rounded-up slot."""
+    model = build_tiny(rope_scaling={"type": "dynamic", "factor": 2.0})
+    short, long = torch.randint(97, (1, 20)), torch.randint(97, (1, 204))
+
+    def cached(idx: torch.Tensor) -> torch.Tensor:
+        model.setup_caches(1, idx.shape[1])
+        return model(idx, torch.arange(idx.shape[1]))
+
+    with torch.no_grad():
+        first, middle, again = cached(short), cached(long), cached(short)
+        assert torch.equal(first, again)
+        torch.testing.assert_close(middle, model(long), **CLOSE)
+        torch.testing.assert_close(first, model(short), **CLOSE)
+        fresh = build_tiny(rope_scaling={"type": "dynamic", "factor": 2.0})
+        fresh.setup_caches(1, 20)  # 24 slots
+        assert fresh(short[:, :1], torch.tensor([23])).isfinite().all()
+
+
+def test_dynamic_scaling_and_packed_documents():
+    """FAULTS A3, A18: a row longer than the trained length does not stretch the documents in it; a longer document has no room."""
+    model = build_tiny(rope_scaling={"type": "dynamic", "factor": 2.0})
+    idx = torch.randint(97, (1, 100))
+    ids = torch.tensor([[0] * 60 + [1] * 40])
+    with torch.no_grad():
+        packed = model(idx, documents=ids)
+        torch.testing.assert_close(packed[:, :60], model(idx[:, :60]), **CLOSE)
+        torch.testing.assert_close(packed[:, 60:], model(idx[:, 60:]), **CLOSE)
+        torch.testing.assert_close(model(idx, documents=torch.zeros_like(ids)), model(idx), **CLOSE)
+        with pytest.raises(UserError, match="one of 70 tokens cannot be packed"):
+            model(idx, documents=torch.tensor([[0] * 70 + [1] * 30]))
+
+
+def test_assigned_weights_stay_tied():
+    """FAULTS A4: load_state_dict(assign=True) makes a parameter of each of the two names."""
+    normal = build_tiny("tiny-tied")
+    with torch.device("meta"):
+        model = Transformer(normal.config)
+    model.load_state_dict(normal.state_dict(), assign=True)
+    assert model.output.weight is model.tok_embeddings.weight
+    assert torch.equal(model.output.weight, normal.output.weight)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_cached_generation_under_autocast(quantized):
+    """Keys are then bf16 and caches in the weights' float32."""
+    model, idx = build_tiny(), torch.randint(97, (1, 12), generator=torch.Generator().manual_seed(8))
+    caches = model.make_caches(1, 12, quantized)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        got, plain = model(idx, torch.arange(12), caches), model(idx)
+    # bf16 products: 2^-8 relative each, on logits of order one; int8 keys and values another 2^-7
+    torch.testing.assert_close(got.float(), plain.float(), atol=0.15 if quantized else 0.05, rtol=0)
+
+
 def test_tied_head_and_embedding_are_one_parameter():
     """FAULTS A4, the model's side."""
     model = build_tiny("tiny-tied")

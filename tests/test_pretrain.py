@@ -198,6 +198,17 @@ def test_killed_before_the_first_state_starts_anew(straight, tmp_path):
     assert losses(tmp_path / "run") == losses(straight) and same_weights(tmp_path / "run", straight)
 
 
+def test_other_text_is_not_resumed_on(tmp_path):
+    """A23: the settings name a file, and what is in it may have changed."""
+    text = tmp_path / "my.txt"
+    text.write_text("Some words, and then some more of them. " * 30)
+    cfg = replace(SMALL, data=str(text), out=str(tmp_path / "run"))
+    pretrain.main(cfg)
+    text.write_text(text.read_text().replace("more", "less", 1))
+    with pytest.raises(UserError, match=r"cannot resume .*digest of the text was"):
+        pretrain.main(replace(cfg, resume=True))
+
+
 def test_killed_after_the_last_step_finishes_the_directory(straight, tmp_path):
     pretrain.main(replace(SMALL, out=str(tmp_path / "run")))
     for name in ("model.safetensors", "sample.txt", "loss.png"):

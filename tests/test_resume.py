@@ -199,6 +199,18 @@ def test_a_state_is_a_model_that_loads(preset, tmp_path):
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(weights(loaded).values(), weights(model).values()))
 
 
+def test_a_states_files_can_be_read_by_those_who_may(tmp_path):
+    """safetensors makes its files private; ours follow the umask."""
+    model, optimizer = build(SETTINGS)
+    before = os.umask(0o027)
+    try:
+        path = save_state(tmp_path, 1, model, optimizer, SETTINGS)
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {file.name: "0o640" for file in path.iterdir()}
+    assert path.stat().st_mode & 0o777 == 0o750
+
+
 def test_a_failed_save_leaves_the_older_state(tmp_path, monkeypatch):
     model, optimizer = build(SETTINGS)
     good = save_state(tmp_path, 1, model, optimizer, SETTINGS, keep=1)

@@ -70,6 +70,12 @@ def test_dynamic_base_grows_past_the_trained_length_only():
         ({"rope_type": "llama3", "factor": 8.0}, "needs low_freq_factor"),
         ({"rope_type": "linear", "factor": 2.0, "short_factor": [1]}, "short_factor"),
         ({"rope_type": "linear", "factor": 0.5}, "must be >= 1"),
+        ({"rope_type": "linear", "factor": float("nan")}, "must be >= 1"),
+        ({"rope_type": "linear"}, "needs factor"),
+        ({"rope_type": "dynamic"}, "needs factor"),
+        ({"rope_type": "yarn"}, "needs factor"),
+        ({"type": "llama3", "original_max_position_embeddings": 64, **LLAMA3}, "needs factor"),
+        ({"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64, **LLAMA3, "high_freq_factor": 1.0}, "low_freq"),
     ],
 )
 def test_what_is_not_computed_is_refused(entry, message):

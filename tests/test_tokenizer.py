@@ -452,6 +452,11 @@ def test_end_tokens_are_the_union_of_all_files(tmp_path, files, ends):
     assert load_tokenizer(hugging_face(tmp_path, tokenizer("llama"), **files)).eos_ids == ends
 
 
+def test_an_end_id_that_is_no_number_is_refused(tmp_path):
+    with pytest.raises(UserError, match="eos_token_id should be a token id"):
+        load_tokenizer(hugging_face(tmp_path, tokenizer("llama"), generation_config={"eos_token_id": ["7"]}))
+
+
 def test_start_token_as_the_files_say(tmp_path):
     llama, austen = tokenizer("llama"), tokenizer("austen")
     plain = load_tokenizer(hugging_face(tmp_path / "a", llama))  # tokenizer.json alone adds it

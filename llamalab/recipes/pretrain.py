@@ -106,7 +106,7 @@ def main(cfg: Config) -> None:
     from llamalab.runtime import pick_device, reuse_freed_memory, set_threads
     from llamalab.tokenizer import load_tokenizer
     from llamalab.train import POLICIES, check_config, stop_on_signal, train_steps
-    from llamalab.train_setup import Watch, is_checkpoint, prepare_, read_texts, start_model
+    from llamalab.train_setup import Watch, digest, is_checkpoint, prepare_, read_texts, start_model
     from llamalab.train_state import load_state, newest_state, save_state
 
     fresh = not is_checkpoint(cfg.model)
@@ -131,7 +131,8 @@ def main(cfg: Config) -> None:
     betas = (0.9, cfg.beta2)
     optimizer = build_optimizer(cfg.optimizer, model, cfg.lr, cfg.weight_decay, betas, cfg.stochastic_rounding, cfg.seed)
     found = newest_state(run_dir) if cfg.resume else None
-    start = load_state(found, model, optimizer, cfg) if found else 0
+    settings = {**vars(cfg), "digest of the text": digest(train)}  # resuming on other text would not be the same run
+    start = load_state(found, model, optimizer, settings) if found else 0
 
     parameters = sum(p.numel() for p in model.parameters())
     if not cfg.resume:
@@ -144,7 +145,7 @@ def main(cfg: Config) -> None:
             finished = done == cfg.steps
             report.step(step, **(watch.validate() if finished or done % cfg.eval_every == 0 else {}))
             if finished or stop.is_set() or done % cfg.save_every == 0:
-                save_state(run_dir, done, model, optimizer, cfg, cfg.keep, tokenizer)
+                save_state(run_dir, done, model, optimizer, settings, cfg.keep, tokenizer)
             if stop.is_set():
                 break
             if cfg.sample_every and done % cfg.sample_every == 0 and not finished:
