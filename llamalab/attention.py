@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llamalab.errors import UserError
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Causal attention, or attention under a mask. Keys and values are shared by their queries, not copied.
@@ -49,6 +51,19 @@ def document_positions(documents: Tensor) -> tuple[Tensor, Tensor]:
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = torch.where(begins, at, 0).cummax(dim=1).values
     return starts, at - starts
+
+
+def longest_document(positions: Tensor, trained: int) -> int:
+    """Tokens of the longest packed document, the length that dynamic RoPE scaling adapts to. positions [B, T], as above.
+
+    Raises:
+        UserError: it is longer than the trained length, and packed with others, which would be stretched with it.
+    """
+    longest = int(positions.max()) + 1
+    if longest > trained and int((positions == 0).sum()) > len(positions):  # more than one document a row
+        raise UserError(f"dynamic RoPE scaling depends on a document's length past {trained} tokens, so one of {longest} tokens "
+                        "cannot be packed with others; cut it, or train on it alone")
+    return longest
 
 
 BLOCK = 64  # queries a block; smaller ones waste less work above the diagonal, larger ones compile faster

@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llamalab.attention import attend, document_positions, windowed_attention
+from llamalab.attention import attend, document_positions, longest_document, windowed_attention
 from llamalab.cache import KVCache, QuantizedKVCache
 from llamalab.config import ModelArgs, find_multiple
 from llamalab.errors import UserError
 from llamalab.rope import apply_rotary_emb, precompute_freqs_cis
+from llamalab.surgery import fuse_qkv
 
 __all__ = ["Attention", "FeedForward", "KVCache", "ModelArgs", "RMSNorm", "Transformer", "TransformerBlock",
            "apply_rotary_emb", "precompute_freqs_cis"]
@@ -151,17 +152,9 @@ class Transformer(nn.Module):
             if caches is not None and caches is self.caches:
                 length = self._rope_length
             elif caches is None and input_pos is not None:
-                length = self._longest_document(input_pos)
+                length = longest_document(input_pos, self.config.block_size)
             table = self._table(rows, length, table.device)
         return table[:n_tokens] if input_pos is None else table[input_pos]
-
-    def _longest_document(self, positions: Tensor) -> int:
-        longest, trained = int(positions.max()) + 1, self.config.block_size
-        alone = int((positions == 0).sum()) == len(positions)  # one document a row
-        if longest > trained and not alone:
-            raise UserError(f"dynamic RoPE scaling depends on a document's length past {trained} tokens, so one of {longest} tokens "
-                            "cannot be packed with others; cut it, or train on it alone")
-        return longest
 
     # --- forward --------------------------------------------------------------------------------------
 
@@ -304,11 +297,3 @@ class RMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight
-
-
-def fuse_qkv(module: Attention, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """Load-time hook: separate wq, wk, wv (Meta, older gpt-fast files) become wqkv."""
-    for kind in ("weight", "bias"):
-        names = [f"{prefix}{part}.{kind}" for part in ("wq", "wk", "wv")]
-        if all(name in state for name in names):
-            state[f"{prefix}wqkv.{kind}"] = torch.cat([state.pop(name) for name in names])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch._functorch.config
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llamalab.attention import blocked_attention
@@ -52,6 +52,14 @@ def split_qkv(attention: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
             linear.bias = nn.Parameter(bias.detach(), requires_grad=fused.bias.requires_grad)
         parts.append(linear)
     return tuple(parts)
+
+
+def fuse_qkv(attention: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
+    """Load-time hook: separate wq, wk, wv (Meta, older gpt-fast files) become wqkv."""
+    for kind in ("weight", "bias"):
+        names = [f"{prefix}{part}.{kind}" for part in ("wq", "wk", "wv")]
+        if all(name in state for name in names):
+            state[f"{prefix}wqkv.{kind}"] = torch.cat([state.pop(name) for name in names])
 
 
 def checkpoint_blocks_(model: nn.Module) -> nn.Module:
