@@ -232,7 +232,7 @@ def match(source: Source) -> list[tuple[Part, Stored]]:
     types = [f"{part.name} is {stored.dtype}" for part, stored in there if isinstance(stored.dtype, str)]
     faults = {"missing": missing, "not part of the model": extra, "of the wrong shape": shapes, "not floating point": types}
     if any(faults.values()):
-        raise UserError(f"{source.path} does not hold the model its config describes. "
+        raise UserError(f"{source.path} does not hold the model its config describes: "
                         + "; ".join(f"{what}: {few(names)}" for what, names in faults.items() if names))
     return there
 
@@ -274,10 +274,13 @@ def local_path(name: str | Path) -> Path:
     """A path as it is; of a hub id, where its files are after fetching them.
 
     Raises:
-        UserError: neither a path nor a model on the hub that can be reached.
+        UserError: neither a path nor a model on the hub that can be reached; or a run directory that has no model yet.
     """
     path = Path(name).expanduser()
     if path.exists():
+        if (path / "state").is_dir() and not (path / "config.json").exists():
+            raise UserError(f"{name} is a run that was cut off, or still runs: take a state of it, such as "
+                            f"{max((path / 'state').glob('step-*'), default='(there is none yet)')}, or --resume it")
         return path
     if _HUB_ID.fullmatch(str(name)):
         return download(str(name))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 
 import tyro
 
@@ -65,8 +67,17 @@ def dispatch(argv: list[str]) -> int:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise UserError(f"unknown verb {verb!r}{hint}; verbs: {', '.join(VERBS)}")
     recipe = importlib.import_module(VERBS[verb][0])
-    recipe.main(tyro.cli(recipe.Config, prog=f"llamalab {verb}", description=recipe.__doc__, args=rest))
+    if {"-h", "--help"} & {*rest}:
+        print(describe(recipe.__doc__), end="\n\n")
+    recipe.main(tyro.cli(recipe.Config, prog=f"llamalab {verb}", description="", args=rest))
     return 0
+
+
+def describe(doc: str) -> str:
+    """A recipe's docstring for the terminal it is shown in: paragraphs wrapped anew, command lines as they are."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    paragraphs = doc.strip().split("\n\n")
+    return "\n\n".join(p if p.startswith("    ") else textwrap.fill(p, width, break_on_hyphens=False) for p in paragraphs)
 
 
 def usage() -> str:

@@ -87,10 +87,15 @@ def build_optimizer(
         seed: of the stochastic rounding.
 
     Raises:
-        UserError: unknown name, or stochastic rounding where it can't be had.
+        UserError: unknown name, a number outside its range, or stochastic rounding where it can't be had.
     """
     if name not in OPTIMIZERS:
         raise UserError(f"unknown optimizer {name!r}; known: {', '.join(OPTIMIZERS)}")
+    if not 0 <= weight_decay < math.inf:
+        raise UserError(f"weight_decay must be a number >= 0, got {weight_decay}")
+    for number, beta in enumerate(betas, 1):
+        if not 0 <= beta < 1:
+            raise UserError(f"beta{number} must be in [0, 1), got {beta}")
     named = _trainable(model)
     if stochastic_rounding:
         if name not in ("adamw", "adamw8bit"):

@@ -39,7 +39,12 @@ def run_directory(recipe: str, config: Any, root: str | Path = "runs") -> Path:
         path = Path(config.out) if config.out else next(reversed(_numbered(recipe, root)), None)
         if path is None or not (path / "recipe.json").is_file():
             raise UserError(f"there is no run to resume: no recipe.json in {path or Path(root) / f'{recipe}-<n>'}")
-        refuse_changes(json.loads((path / "recipe.json").read_text())["config"], dataclasses.asdict(config), path)
+        saved = json.loads((path / "recipe.json").read_text())
+        try:
+            refuse_changes(saved["config"], dataclasses.asdict(config), path)
+        except UserError as error:
+            where = "" if saved["config"]["out"] else f" --out {shlex.quote(str(path))}"
+            raise UserError(f"{error}. Its command was: {saved['command']}{where} --resume") from None
         return path
     if config.out is None:
         last = [int(p.name.rpartition("-")[2]) for p in _numbered(recipe, root)[-1:]]
@@ -234,8 +239,10 @@ def plot_loss(run_dir: Path, title: str) -> Path:
     if validation:
         axes.plot(*zip(*validation), color="tab:orange", marker="o", markersize=4, label="validation")
         last = validation[-1]
-        axes.annotate(f"{last[1]:.3f}", last, xytext=(0, 8), textcoords="offset points", ha="right", color="tab:orange")
+        axes.annotate(f"{last[1]:.3f}", last, xytext=(0, 8), textcoords="offset points", ha="right", color="tab:orange",
+                      bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1})
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     if train or validation:
         axes.legend()

@@ -29,7 +29,9 @@ def pick_device(name: str | None = None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0].removesuffix(f": {name}")
+        reason = "expected cpu, cuda, cuda:N or mps" if reason.startswith("Expected one of") else reason  # torch names 20 more
+        raise UserError(f"device {name!r} cannot be used here: {reason}") from None
     return device
 
 

@@ -126,6 +126,9 @@ def check_config(config: TrainConfig, micro_batches: int | None = None) -> None:
     for name in COUNTS:
         if getattr(config, name, 1) < 1:
             raise UserError(f"{name} must be at least 1, got {getattr(config, name)}")
+    for name in ("sample_every", "sample_tokens"):
+        if getattr(config, name, 0) < 0:
+            raise UserError(f"{name} must be at least 0, got {getattr(config, name)}")
     if not (math.isfinite(config.lr) and config.lr > 0):
         raise UserError(f"lr must be a positive number, got {config.lr}")
     if not config.clip >= 0:
@@ -133,6 +136,10 @@ def check_config(config: TrainConfig, micro_batches: int | None = None) -> None:
     if config.dtype not in POLICIES:
         raise UserError(f"unknown dtype {config.dtype!r} for training; known: {', '.join(POLICIES)}")
     learning_rate(0, config)
+    if config.decay_fraction != TrainConfig.decay_fraction and config.schedule != "wsd":
+        raise UserError(f"decay_fraction is of the schedule wsd; {config.schedule} has none")
+    if config.min_lr and config.schedule == "constant":
+        raise UserError("min_lr is of schedules that decay; constant does not")
     if micro_batches is not None and (config.steps - 1) * config.accumulate >= micro_batches:
         raise UserError(f"{config.steps} steps of {config.accumulate} micro-batches, but the data has {micro_batches}")
 

@@ -26,8 +26,16 @@ from llamalab.tokenizer import Tokenizer
 
 
 def is_checkpoint(model: str | None) -> bool:
-    """Whether --model names weights to go on with; otherwise a preset (new weights), or nothing (new sizes too)."""
-    return model is not None and model not in PRESETS
+    """Whether --model names weights to go on with; otherwise a preset (new weights), or nothing (new sizes too).
+
+    Raises:
+        UserError: it is a word that names nothing.
+    """
+    if model is None or model in PRESETS:
+        return False
+    if "/" not in model and not Path(model).expanduser().exists():
+        raise UserError(f"--model {model}: no such file or directory, and no preset ({', '.join(PRESETS)})")
+    return True
 
 
 def start_model(
@@ -124,7 +132,8 @@ class Watch:
         self.prompt = tokenizer.encode(config.prompt) or front
         limit = model.config.block_size
         if not 0 < len(self.prompt) < limit:
-            raise UserError(f"--prompt has {len(self.prompt)} tokens; the model's limit is {limit} tokens, so give it 1 to {limit - 1}")
+            raise UserError(f"--prompt has {len(self.prompt)} tokens; the model's limit is {limit} tokens; "
+                            "a sample needs a prompt of at least one token and room for one more")
         self.sample_tokens = min(config.sample_tokens, limit - len(self.prompt))
 
     def validate(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ import torch
 
 from llamalab import __version__, chat
 from llamalab.checkpoint import load_model, save_model
-from llamalab.cli import VERBS, main
+from llamalab.cli import VERBS, describe, main
 from llamalab.errors import UserError
 from llamalab.generate import generate
 from llamalab.model import Transformer
@@ -67,6 +67,32 @@ def test_help_is_quick(verb):
         for name in [inner.name for inner in dataclasses.fields(field.default)] if nested else [field.name]:
             if "Positional" not in field.type:
                 assert re.search(rf"--{name.replace('_', '-')}\b", done.stdout)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_the_terminal(verb, monkeypatch):
+    """Paragraphs have no line beyond the terminal's width, and say all that the docstring says; command lines stay whole."""
+    monkeypatch.setenv("COLUMNS", "70")
+    doc = importlib.import_module(VERBS[verb][0]).__doc__
+    shown = describe(doc)
+    assert all(len(line) <= 70 for line in shown.splitlines() if not line.startswith("    "))
+    assert shown.split() == doc.split()
+    assert [line for line in shown.splitlines() if line.startswith("    ")] == [x for x in doc.splitlines() if x.startswith("    ")]
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["train", "--batch", "0"], "--batch must be at least 1"),
+    (["train", "--seq-len", "0"], "--seq-len must be at least 1"),
+    (["train", "--threads", "0"], "--threads must be at least 1"),
+    (["train", "--rounds", "0"], "--rounds must be at least 1"),
+    (["generate", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+    (["generate", "--model", "tiny", "--seq-len", "100000"], "but tiny takes"),
+    (["train", "--contenders", "jax"], "unknown contender jax"),
+])
+def test_bench_refuses_before_it_starts(argv, message, capsys):
+    assert main(["bench", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 def test_help_lists_the_verbs(capsys):

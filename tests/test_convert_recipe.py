@@ -58,7 +58,9 @@ def test_kinds_and_dtypes(source: Path) -> None:
     (["src", "a.gguf", "--dtype", "bf16"], "--format"),
     (["src", "a", "--dtype", "int3"], "int3"),
     (["src", "src"], "is the source itself"),
-    (["src", "notes"], "diary.txt"),
+    (["src", "notes"], "exists; choose another name"),
+    (["src", "bare"], "exists; choose another name"),
+    (["src", "old.gguf"], "exists; choose another name"),
     (["nowhere", "a"], "no such file"),
     (["bare", "a"], "--tokenizer none"),
 ])
@@ -67,6 +69,7 @@ def test_mistakes(arguments: list[str], word: str, source: Path, tiny, capsys: p
     save_model("bare", tiny())
     Path("notes").mkdir()
     Path("notes/diary.txt").write_text("dear")
+    Path("old.gguf").write_bytes(b"GGUF")
     before = sorted(Path().rglob("*"))
     assert cli.main(["convert", *arguments]) == 2
     error = capsys.readouterr().err

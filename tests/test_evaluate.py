@@ -398,6 +398,7 @@ def test_recipe_without_options_predicts_what_no_run_trains_on(saved, monkeypatc
     "options, message",
     [
         (["--stride", "8", "--task", "q.jsonl"], "--stride has nothing to act on"),
+        (["--seq-len", "0"], "seq_len must be from 1"),
         (["--limit", "3"], "--limit has nothing to act on"),
         (["--prompt", "{question}"], "--prompt has nothing to act on"),
         (["--include-path", "x"], "--include-path has nothing to act on"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from llamalab import cli
-from llamalab.checkpoint import load_model
+from llamalab.checkpoint import load_model, local_path
 from llamalab.config import ModelArgs
 from llamalab.errors import UserError
 from llamalab.recipes import pretrain
@@ -76,6 +76,25 @@ def test_metrics_have_every_step_once_and_validation_in_between(straight):
     assert all(m["tokens"] == 32 and m["loss"] > 0 and m["seconds"] > 0 for m in metrics)
     # tokens of English are about 4 bytes each
     assert 3 < metrics[-1]["val_loss"] / 0.6931 / metrics[-1]["bits_per_byte"] < 5
+
+
+def test_the_commands_to_try_next_work(tmp_path, monkeypatch, capsys):
+    """Also with a directory that needs quoting, a prompt with a quote, and a model whose limit is below generate's default."""
+    import shlex
+
+    monkeypatch.chdir(tmp_path)
+    pretrain.main(replace(SMALL, out="my runs", prompt="It's"))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  llamalab ")]
+    assert len(lines) == 3
+    for line in lines[:2]:
+        assert cli.main(shlex.split(line)[1:]) == 0
+    assert shlex.split(lines[2])[:4] == ["llamalab", "pretrain", "--model", "my runs"]
+
+
+def test_a_run_that_was_cut_names_its_state(tmp_path):
+    (tmp_path / "state" / "step-00000002").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"take a state of it, such as .*step-00000002, or --resume it"):
+        local_path(tmp_path)
 
 
 def test_transformers_loads_the_run_directory(straight):
@@ -249,6 +268,15 @@ def test_divergence_names_the_last_good_state_and_saves_nothing_bad(tmp_path, mo
         (dict(model="tiny"), "--model tiny has its own sizes; leave out n_layer, n_head, n_local_heads, dim, intermediate_size"),
         (dict(data="no-such-file.txt"), "no-such-file.txt"),
         (dict(device="cuda:99"), "device 'cuda:99' cannot be used here"),
+        (dict(device="abacus"), "expected cpu, cuda, cuda:N or mps"),
+        (dict(model="tinny"), "no preset (CodeLlama"),
+        (dict(sample_every=-1), "sample_every must be at least 0"),
+        (dict(sample_tokens=-1), "sample_tokens must be at least 0"),
+        (dict(weight_decay=-0.1), "weight_decay must be a number >= 0"),
+        (dict(beta2=1.5), "beta2 must be in [0, 1)"),
+        (dict(optimizer="sgd", beta2=0.9), "sgd has none"),
+        (dict(decay_fraction=0.5), "decay_fraction is of the schedule wsd"),
+        (dict(schedule="constant", min_lr=1e-5), "constant does not"),
         (dict(eval_tokens=1), "too few to validate on"),
         (dict(eval_every=0), "eval_every must be at least 1"),
         (dict(save_every=0), "save_every must be at least 1"),
@@ -269,6 +297,8 @@ def test_an_old_run_is_not_overwritten(straight):
     with pytest.raises(UserError, match="exists and is not an empty directory"):
         pretrain.main(replace(SMALL, out=str(straight)))
     with pytest.raises(UserError, match=r"lr was 0\.01 and is now 0\.02"):
+        pretrain.main(replace(SMALL, out=str(straight), lr=0.02, resume=True))
+    with pytest.raises(UserError, match=re.escape(json.loads((straight / "recipe.json").read_text())["command"]) + " --resume$"):
         pretrain.main(replace(SMALL, out=str(straight), lr=0.02, resume=True))
 
 

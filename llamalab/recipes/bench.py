@@ -59,7 +59,8 @@ def main(cfg: Config) -> None:
     args = ModelArgs.from_name(cfg.model)
     work = bench.Workload(
         cfg.kind, cfg.model, str(runtime.pick_dtype(cfg.dtype)).removeprefix("torch."), str(runtime.pick_device(cfg.device)),
-        cfg.threads or runtime.set_threads(), cfg.batch or (4 if train else 1), cfg.seq_len or (512 if train else 128),
+        runtime.set_threads() if cfg.threads is None else cfg.threads,
+        (4 if train else 1) if cfg.batch is None else cfg.batch, (512 if train else 128) if cfg.seq_len is None else cfg.seq_len,
         cfg.steps if train else cfg.max_new_tokens, cfg.seed,
     )
     check_sizes(cfg, work, args)
@@ -108,9 +109,10 @@ def check_sizes(cfg: Config, work, args) -> None:
         raise UserError(f"bench runs bfloat16 or float32, got {cfg.dtype}")
     for name in ("batch", "seq_len", "steps", "threads"):
         if getattr(work, name) < 1:
-            raise UserError(f"{name.replace('_', '-')} must be at least 1, got {getattr(work, name)}")
+            flag = "max-new-tokens" if name == "steps" and cfg.kind == "generate" else name.replace("_", "-")
+            raise UserError(f"--{flag} must be at least 1, got {getattr(work, name)}")
     if cfg.rounds < 1:
-        raise UserError(f"rounds must be at least 1, got {cfg.rounds}")
+        raise UserError(f"--rounds must be at least 1, got {cfg.rounds}")
     need = work.seq_len if cfg.kind == "train" else work.seq_len + work.steps
     if args.max_length is not None and need > args.max_length:
         raise UserError(f"{need} tokens a row, but {cfg.model} takes {args.max_length}")
@@ -129,18 +131,21 @@ def print_table(console, cfg: Config, work, cold: dict, rounds: dict) -> None:
     what = "optimizer steps" if cfg.kind == "train" else "new tokens"
     table = Table(title=f"{cfg.kind} {cfg.model}: {work.dtype}, {work.batch} x {work.seq_len} tokens, {work.steps} {what} a round, "
                         f"{work.threads} threads, medians of {cfg.rounds} rounds")
-    table.add_column("contender")
-    for column in [*columns, f"x {best}" if best else "-", "peak MiB", f"x {eager}" if eager else "-", "first round s"]:
+    table.add_column("contender", no_wrap=True)
+    for column in [*columns, "ratio", "peak MiB", "ratio", "first round s"]:
         table.add_column(column, justify="right")
     for name, rows in rounds.items():
         m = middle[name]
         fast = median(a[speed] / b[speed] for a, b in zip(rows, rounds[best], strict=True)) if best else None
         small = median(a["peak bytes"] / b["peak bytes"] for a, b in zip(rows, rounds[eager], strict=True)) if eager else None
+        speeds = ["-" if c not in m else f"{m[c]:.0f}" if m[c] >= 1000 else f"{m[c]:.2f}" for c in columns]
         table.add_row(
-            name, *(f"{m[c]:.2f}" if c in m else "-" for c in columns), f"{fast:.2f}" if fast else "-", f"{m['peak bytes'] / 2**20:.0f}",
+            name, *speeds, f"{fast:.2f}" if fast else "-", f"{m['peak bytes'] / 2**20:.0f}",
             f"{small:.2f}" if small else "-", f"{cold[name]['seconds']:.1f}",
         )
     console.print(table)
+    if best:
+        console.print(f"ratios: {speed} over {best}" + (f", peak MiB over {eager}" if eager else ""), highlight=False)
 
 
 if __name__ == "__main__":

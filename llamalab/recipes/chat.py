@@ -50,6 +50,8 @@ def main(cfg: Config) -> None:
 
     for name in cfg.sampling.idle:
         say(f"note: --{name.replace('_', '-')} has no effect at temperature 0")
+    if cfg.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens must be at least 1, got {cfg.max_new_tokens}")
     set_threads()
     path = local_path(cfg.model)
     tokenizer = load_tokenizer(path)

@@ -7,7 +7,7 @@
 SRC may be any of: a Hugging Face directory or hub id, Meta's (consolidated.*.pth), torchao's or gpt-fast's (model.pth), a GGUF
 file. Prints what was read and what was written. Numbers change only where --dtype or --format asks for fewer digits, and a
 quantized GGUF is read as the numbers it stands for. The source is checked whole before anything is written; the result
-appears whole or not at all.
+appears whole or not at all, and never in the place of something else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Config:
 def main(cfg: Config) -> None:
     from pathlib import Path
 
-    from llamalab.checkpoint import check_target, load_model, local_path, open_source, save_model
+    from llamalab.checkpoint import load_model, local_path, open_source, save_model
     from llamalab.errors import UserError
     from llamalab.gguf_file import write_gguf
     from llamalab.runtime import pick_dtype
@@ -50,8 +50,8 @@ def main(cfg: Config) -> None:
     source = local_path(cfg.source)
     if target.exists() and target.samefile(source):
         raise UserError(f"{cfg.target} is the source itself; choose another name")
-    if not to_gguf:
-        check_target(target)
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise UserError(f"{cfg.target} exists; choose another name, or remove it first")
     tokenizer = None
     if cfg.tokenizer != "none":
         try:

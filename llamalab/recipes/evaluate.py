@@ -54,7 +54,7 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    from llamalab.checkpoint import load_model
+    from llamalab.checkpoint import load_model, local_path
     from llamalab.corpus import embedded_corpus, split_corpus
     from llamalab.data_sources import read_text
     from llamalab.errors import UserError
@@ -81,11 +81,12 @@ def main(cfg: Config) -> None:
         manager = find_tasks(cfg.lm_eval, cfg.include_path)
 
     set_threads()
-    tokenizer = load_tokenizer(cfg.model)
-    model = load_model(cfg.model, pick_device(cfg.device), pick_dtype(cfg.dtype))
+    path = local_path(cfg.model)
+    tokenizer = load_tokenizer(path)
+    model = load_model(path, pick_device(cfg.device), pick_dtype(cfg.dtype))
     results: dict[str, dict[str, Any]] = {}
     if text is not None:
-        seq_len = cfg.seq_len or min(1024, model.config.max_length or model.config.block_size)
+        seq_len = cfg.seq_len if cfg.seq_len is not None else min(1024, model.config.max_length or model.config.block_size)
         began = time.perf_counter()
         found = score_text(model, tokenizer, text, seq_len, cfg.stride, cfg.batch, progress=True)
         results[Path(cfg.text).name if cfg.text else "held-out text"] = {

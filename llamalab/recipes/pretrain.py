@@ -96,7 +96,9 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    from llamalab.checkpoint import write_model_files
+    import shlex
+
+    from llamalab.checkpoint import local_path, write_model_files
     from llamalab.corpus import ASSETS
     from llamalab.data import Windows
     from llamalab.errors import UserError
@@ -117,12 +119,14 @@ def main(cfg: Config) -> None:
     odd = [name for name, value in sizes.items() if cfg.model is not None and value != getattr(Config, name)]
     if odd:
         raise UserError(f"--model {cfg.model} has its own sizes; leave out {', '.join(odd)}")
+    if cfg.optimizer == "sgd" and cfg.beta2 != Config.beta2:
+        raise UserError("beta2 is of the other optimizers; sgd has none")
     run_dir = run_directory("pretrain", cfg)
     device = pick_device(cfg.device)
     set_threads()
     reuse_freed_memory()
 
-    tokenizer = load_tokenizer(cfg.tokenizer or (cfg.model if is_checkpoint(cfg.model) else ASSETS))
+    tokenizer = load_tokenizer(cfg.tokenizer or (ASSETS if fresh else local_path(cfg.model)))
     train, held_out = read_texts(cfg.data, cfg.val_data, tokenizer, run_dir.parent / "tokens")
     windows = Windows(train, cfg.seq_len, cfg.batch, cfg.seed)
     model = start_model(cfg.model, sizes, tokenizer, cfg.seq_len, cfg.seed, device, POLICIES[cfg.dtype][0])
@@ -160,9 +164,12 @@ def main(cfg: Config) -> None:
     text = watch.sample()
     write_atomic(run_dir / "sample.txt", text + "\n")
     print(f"{report.summary()}\n\n{text}\n\nThe model, metrics.jsonl, loss.png, recipe.json and sample.txt are in {run_dir}. Next:")
-    print(f"  llamalab generate {run_dir} {cfg.prompt!r} --temperature 0.8")
-    print(f"  llamalab evaluate {run_dir}")
-    print(f"  llamalab pretrain --model {run_dir} --data more-text.txt")
+    room = model.config.block_size - len(watch.prompt)
+    short = f" --max-new-tokens {room}" if room < 128 else ""
+    name = shlex.quote(str(run_dir))
+    print(f"  llamalab generate {name} {shlex.quote(cfg.prompt)} --temperature 0.8{short}")
+    print(f"  llamalab evaluate {name}")
+    print(f"  llamalab pretrain --model {name} --data more-text.txt")
 
 
 if __name__ == "__main__":
