@@ -66,7 +66,7 @@ def longest_document(positions: Tensor, trained: int) -> int:
     return longest
 
 
-BLOCK = 64  # queries a block; smaller ones waste less work above the diagonal, larger ones compile faster
+BLOCK = 128  # queries a block; smaller ones waste less work above the diagonal, larger ones compile faster
 LONGEST = 1024  # blocks are unrolled in the compiled graph, so longer sequences use `attend`
 
 
