@@ -163,10 +163,13 @@ def _parquet(file: Path, field: str) -> Iterator[Piece]:
         if field not in table.schema_arrow.names:
             raise UserError(f"{file} has no column {field!r}; it has: {', '.join(table.schema_arrow.names)}")
         number, total = 0, max(table.metadata.num_rows, 1)
-        for batch in table.iter_batches(batch_size=256, columns=[field]):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                yield Piece(_field({field: value}, field, f"{file}, row {number}"), True, number / total)
+        try:
+            for batch in table.iter_batches(batch_size=256, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    yield Piece(_field({field: value}, field, f"{file}, row {number}"), True, number / total)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{file} is damaged after row {number}: {str(error).splitlines()[0]}") from None
 
 
 @contextmanager

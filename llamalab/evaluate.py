@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from llamalab.data import IGNORE, TokenFile, encode_text
 from llamalab.data_sources import json_rows
 from llamalab.errors import UserError
-from llamalab.generate import _ensure_table as ensure_table
-from llamalab.generate import common_prefix, inference
+from llamalab.generate import common_prefix, ensure_table, inference
 from llamalab.tokenizer import Tokenizer
 
 LOGITS = 1 << 24  # entries of the block of logits that is held: 64 MB of float32

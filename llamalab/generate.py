@@ -96,7 +96,7 @@ def generate(
         if max_new_tokens == 0:
             return
         held = model.make_caches(len(rows), longest + max_new_tokens) if caches is None else caches
-        _ensure_table(model, longest + max_new_tokens)
+        ensure_table(model, longest + max_new_tokens)
         device = model.tok_embeddings.weight.device
         seen = _tokens_seen(rows, model.config.vocab_size, device) if repetition_penalty != 1 else None
         lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -338,7 +338,7 @@ def _check_lengths(model: nn.Module, rows: list[list[int]], new: int, caches: Se
         )
 
 
-def _ensure_table(model: nn.Module, length: int) -> None:
+def ensure_table(model: nn.Module, length: int) -> None:
     """Make the RoPE table, or make it longer; the model's own caches stay what they are.
 
     With dynamic scaling the table in use follows the caches' length, so any table will do.

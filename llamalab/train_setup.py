@@ -96,12 +96,15 @@ def read_texts(data: str | None, val_data: str | None, tokenizer: Tokenizer, dir
         train, held_out = (encode_text(tokenizer, text) for text in split_corpus(embedded_corpus()))
     else:
         train = prepare(data, tokenizer, directory)
+        train.require_vocabulary(tokenizer.vocab_size)
         cut = len(train) - len(train) // 10
         held_out = train.tokens[cut:]
         if val_data is None:
             train = train.tokens[:cut]
     if val_data is not None:
-        held_out = prepare(val_data, tokenizer, directory).tokens
+        validation = prepare(val_data, tokenizer, directory)
+        validation.require_vocabulary(tokenizer.vocab_size)
+        held_out = validation.tokens
     return train, held_out
 
 

@@ -468,3 +468,15 @@ def test_batch_moves():
     batch = pack([[1, 2]], seq_len=3).to("meta")
     assert {t.device.type for t in (batch.inputs, batch.labels, batch.documents)} == {"meta"}
     assert Windows(range(9), 2, 1)(0).to("cpu").documents is None
+
+
+def test_a_damaged_parquet_page_is_named(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"row {i} " * 50 for i in range(300)]}), file, compression="gzip", use_dictionary=False)
+    content = bytearray(file.read_bytes())
+    content[60:400] = b"\xff" * 340
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.parquet is damaged after row 0"):
+        prepare(str(file), load_tokenizer("bytes"), tmp_path / "tokens")
+    assert not list((tmp_path / "tokens").glob("*.tokens"))
