@@ -172,6 +172,14 @@ class Report:
         self._speed = speed if step.index <= self.first + 1 else 0.9 * self._speed + 0.1 * speed  # the first step compiles
         self._refresh(important=bool(more) or entry["step"] == self.steps)
 
+    def before_training(self, measured: dict[str, float]) -> None:
+        """Record what a checkpoint scores before its first step, as step 0."""
+        entry = {"step": 0, **measured}
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        self._shown |= entry
+        self._refresh(important=True)
+
     def say(self, text: str) -> None:
         """Print to standard error, above the progress line."""
         self._console.print(text, markup=False, soft_wrap=True)
@@ -253,8 +261,8 @@ def plot_loss(run_dir: Path, title: str) -> Path:
 
 
 def smoothed(values: tuple[float, ...] | list[float], share: float = 0.02) -> list[float]:
-    """Mean of the last `share` of the run up to each value."""
-    window = max(1, int(share * len(values)))
+    """Mean of the last `share` of the run, or of the last 10 values, up to each value."""
+    window = max(1, int(share * len(values)), min(10, len(values) // 4))  # in a short run a fiftieth smooths nothing
     out, total = [], 0.0
     for i, value in enumerate(values):
         total += value - (values[i - window] if i >= window else 0.0)

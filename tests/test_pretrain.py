@@ -156,7 +156,8 @@ def test_own_data_goes_on_from_a_model_directory(straight, tmp_path):
     cfg = replace(cfg, model=str(straight), **own_sizes)
     pretrain.main(cfg)
     metrics = read_metrics(tmp_path / "run")
-    assert metrics[0]["loss"] < 8.31 and metrics[-1]["val_loss"] < metrics[2]["val_loss"]
+    assert [m["step"] for m in metrics] == list(range(21)) and "loss" not in metrics[0]  # step 0: the checkpoint as it came
+    assert metrics[1]["loss"] < 8.31 and metrics[-1]["val_loss"] < metrics[0]["val_loss"]
     assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 2  # prepared once, beside the runs
 
 

@@ -144,6 +144,8 @@ def main(cfg: Config) -> None:
     done, finished = start, start >= cfg.steps
     with stop_on_signal() as stop, Report(run_dir, cfg.steps, device, start, train_flops_per_token(model.config, cfg.seq_len)) as report:
         report.say(f"{parameters:,} parameters, {len(train):,} tokens to train on, on {device}, into {run_dir}")
+        if not (fresh or start):
+            report.before_training(watch.validate())
         for step in train_steps(model, optimizer, windows, cfg, start, run_dir=run_dir):
             done = step.index + 1
             finished = done == cfg.steps
