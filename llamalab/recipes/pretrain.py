@@ -4,7 +4,8 @@
     llamalab pretrain --data my.txt --n-layer 8 --dim 512 --steps 5000 --dtype autocast --compile
     llamalab pretrain --model SmolLM2-135M.gguf --data texts/ --lr 1e-4 --steps 200 --dtype bf16
 
-With no options, loss falls from 7.6 to about 3.5 and the sample at the end reads like English. The run directory
+With no options, loss falls from 8.4 to about 3.9 (validation 4.5, 1.65 bits per byte) and the sample at the end reads
+like English. The run directory
 (runs/pretrain-1, ...) is a model directory that `llamalab generate` and transformers load, with metrics.jsonl,
 loss.png, recipe.json, sample.txt, and state/ to resume from. Ctrl-C saves first; --resume goes on bit for bit.
 """
