@@ -5,9 +5,9 @@
     llamalab pretrain --model SmolLM2-135M.gguf --data texts/ --lr 1e-4 --steps 200 --dtype bf16
 
 With no options, loss falls from 8.4 to about 3.9 (validation 4.5, 1.65 bits per byte) and the sample at the end reads
-like English. The run directory
-(runs/pretrain-1, ...) is a model directory that `llamalab generate` and transformers load, with metrics.jsonl,
-loss.png, recipe.json, sample.txt, and state/ to resume from. Ctrl-C saves first; --resume goes on bit for bit.
+like English. The run directory (runs/pretrain-1, ...) is a model directory that `llamalab generate` and transformers
+load, with metrics.jsonl, loss.png, recipe.json, sample.txt, and state/ to resume from. Ctrl-C saves first; --resume
+goes on bit for bit.
 """
 
 from __future__ import annotations
